@@ -27,7 +27,7 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.model.families import UNAVAILABLE
+from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.model.preserve import preserved
 from fcsd.parallel.ranks import ALONE, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
@@ -53,6 +53,26 @@ KINDS = {
 """Families of each kind: norms, shared experts, dense layers, latent, linear and
 chunked attention, images.
 """
+
+
+TEXT_FAMILIES = sorted(
+    name for name, family in FAMILIES.items() if not family.multimodal
+)
+
+WRAPPERS = sorted(FAMILIES.keys() - set(TEXT_FAMILIES))
+"""The families whose models also take images."""
+
+COMMON = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+    "mixtral",
+)
+"""The families that the tests of the ways to use a model run with."""
 
 
 def cache_of(out: Any) -> dict[str, Any]:

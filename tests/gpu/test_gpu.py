@@ -12,13 +12,12 @@ import torch.nn.functional as F
 
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.families import FAMILIES
 from fcsd.training.calibration.model import calibrate_model
 from tests.float64 import in_float64
 from tests.losses import fused_cross_entropy, fused_kl
 from tests.model.test_autocast import gradients
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, Bench, free_port, start
+from tests.support import ROOT, TEXT_FAMILIES, Bench, free_port, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,10 +25,6 @@ pytestmark = [
         not torch.cuda.is_available(), reason="needs a GPU of CUDA or ROCm"
     ),
 ]
-
-TEXT_FAMILIES = sorted(
-    name for name, family in FAMILIES.items() if not family.multimodal
-)
 
 
 # ---- the loss

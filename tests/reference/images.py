@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fcsd.model.families import FAMILIES
 from tests.reference.tiny import TINY
 from tests.reference.tiny.multimodal import IMAGE
 
@@ -30,6 +31,14 @@ IMAGES: dict[str, tuple[int | None, int]] = {
     "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
 }
 """Wrapper -> (numbers in a patch; None if the processor gives whole images; tokens an image)."""
+
+
+def inputs_of(model_type: str) -> dict[str, Any]:
+    """Return two rows of nine tokens; for a wrapper, those of `image_inputs`."""
+    if FAMILIES[model_type].multimodal:
+        return image_inputs(model_type)
+    generator = torch.Generator().manual_seed(0)
+    return {"input_ids": torch.randint(3, IMAGE, (2, 9), generator=generator)}
 
 
 def image_inputs(

@@ -22,14 +22,11 @@ from fcsd.model.connectivity import (
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import few, user_error
+from tests.support import TEXT_FAMILIES, few, user_error
 
 # PEFT 0.21 uses the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)
-FAMILY_NAMES = sorted(
-    name for name, family in FAMILIES.items() if not family.multimodal
 )
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -39,7 +36,7 @@ def logits(model):
     return model(X, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_conversion_keeps_parameters_names_and_class_names(family):
     model = tiny_model(family)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -121,7 +118,7 @@ def test_the_attention_implementation_can_be_changed_after_conversion():
     assert error(logits(model), before) < BOUND
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
 def test_copies_and_pickles_of_a_converted_model_are_converted(family):
     model = tiny_model(family)
     convert_model(model, Connectivity("all"))

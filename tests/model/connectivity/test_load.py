@@ -19,24 +19,23 @@ from fcsd.model.connectivity import (
     convert_checkpoint,
     farskip_layers,
     load_model,
+    unconvert_checkpoint,
 )
 from fcsd.model.connectivity import load as load_module
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model
 from fcsd.model.load import load_tokenizer
+from tests.reference.images import inputs_of
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import assert_same_model, few, user_error
 
-FAMILY_NAMES = sorted(
-    name for name, family in FAMILIES.items() if not family.multimodal
-)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def logits(model):
-    return model(X, use_cache=False).logits
+def logits(model, input_ids=X, **inputs):
+    return model(input_ids, use_cache=False, **inputs).logits
 
 
 @pytest.fixture(scope="module")
@@ -78,33 +77,37 @@ def edit_config(folder, **changes):
     )
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)))
 def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
-    model = tiny_model(family)
-    model.save_pretrained(tmp_path / "base")
-    far = Connectivity("all", mlp="full")
-    convert_checkpoint(tmp_path / "base", tmp_path / "far", far)
-    regular = logits(model)
-    inputs = {"input_ids": X}
+    model, inputs = tiny_model(family), inputs_of(family)
+    base, far = tmp_path / "base", tmp_path / "far"
+    model.save_pretrained(base)
+    connectivity = Connectivity("all", mlp="full")
+    assert convert_checkpoint(base, far, connectivity) == [0, 1, 2, 3]
+    regular = logits(model, **inputs)
 
-    plain = load_model(tmp_path / "base")
+    plain = load_model(base)
     assert type(plain) is type(model) and not plain.training
     assert_same_model(plain, model, inputs)
 
-    rewired = load_model(tmp_path / "base", connectivity=far)
+    rewired = load_model(base, connectivity=connectivity)
     assert type(rewired).__name__ == f"FarSkip{FAMILIES[family].causal_lm}"
     assert farskip_layers(rewired) == [0, 1, 2, 3]
-    assert (logits(rewired) - regular).abs().max() > 0.5
+    assert (logits(rewired, **inputs) - regular).abs().max() > 0.5
     assert rewired.config.model_type == f"farskip_{family}"
 
-    stored = load_model(tmp_path / "far")
+    stored = load_model(far)
     assert type(stored) is type(rewired)
     assert_same_model(stored, rewired, inputs)
 
-    undone = load_model(tmp_path / "far", original=True)
+    undone = load_model(far, original=True)
     assert type(undone) is type(model)
     assert_same_model(undone, model, inputs)
     assert undone.config.model_type == family
+
+    unconvert_checkpoint(far, tmp_path / "back")
+    back = (tmp_path / "back" / "config.json").read_text()
+    assert json.loads(back) == json.loads((base / "config.json").read_text())
 
 
 @pytest.mark.parametrize("spelled", ["last:2", [2, 3]])

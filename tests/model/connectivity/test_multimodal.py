@@ -10,7 +10,6 @@ import re
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig
 
 from fcsd.model.connectivity import (
@@ -26,8 +25,8 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.families import FAMILIES, UNAVAILABLE, family_of, moe_mask
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from tests.float64 import BOUND, error, logits_in_float64
-from tests.model.connectivity.test_export import assert_same_export, run_without_fcsd
+from tests.float64 import BOUND, error
+from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.images import IMAGES, image_inputs
 from tests.reference.multimodal import (
     ADAPTED,
@@ -38,9 +37,8 @@ from tests.reference.multimodal import (
 from tests.reference.parts import arguments_computed_once
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
-from tests.support import assert_same_model, few, few_and_others, user_error
+from tests.support import WRAPPERS, assert_same_model, few, user_error
 
-NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 FLOAT64 = pytest.mark.usefixtures("float64")
 
@@ -81,21 +79,13 @@ def left_padded(inputs, padding=3):
     return padded
 
 
-def tensor_shapes(folder):
-    with safe_open(folder / "model.safetensors", "pt") as tensors:
-        return {
-            name: tuple(tensors.get_slice(name).get_shape())
-            for name in tensors.keys()  # noqa: SIM118
-        }
-
-
 def test_every_wrapper_has_a_reference_and_images():
     references = MULTIMODAL_MOE.keys() | ADAPTED.keys()
     assert references == IMAGES.keys()
-    assert set(NAMES) == references - UNAVAILABLE.keys()
+    assert set(WRAPPERS) == references - UNAVAILABLE.keys()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_every_name_exists_upstream_and_on_the_layers(name):
     family, model = FAMILIES[name], tiny_model(name)
     upstream = importlib.import_module(
@@ -124,7 +114,7 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
             )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_is_recognised_from_config_objects_and_raw_json_of_both_kinds(name):
     config = tiny_config(name)
     assert family_of(config) is FAMILIES[name]
@@ -142,7 +132,7 @@ def test_a_wrapper_whose_text_stack_is_dense_is_refused():
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
     model = tiny_model(name)
     mask = moe_mask(model.config, FAMILIES[name])
@@ -168,7 +158,7 @@ def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_left_padding_and_eager_attention_change_nothing_in_the_equations(name):
     model = tiny_model(name, attn_implementation="eager")
     inputs = left_padded(image_inputs(name))
@@ -177,20 +167,8 @@ def test_left_padding_and_eager_attention_change_nothing_in_the_equations(name):
     assert error(logits(model, inputs)[:, 3:], expected[:, 3:]) < BOUND
 
 
-@pytest.mark.parametrize("name", few(NAMES))
-def test_no_layers_and_unconverting_are_bit_identical_to_the_original(name):
-    model, inputs = tiny_model(name), image_inputs(name)
-    original = logits(model, inputs)
-    assert convert_model(model, Connectivity("none")) == []
-    assert torch.equal(logits(model, inputs), original)
-    convert_model(model, Connectivity("all"))
-    assert (logits(model, inputs) - original).abs().max() > 1
-    unconvert_model(model)
-    assert torch.equal(logits(model, inputs), original)
-
-
 @FLOAT64
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_another_image_gives_other_logits(name):
     model, inputs = tiny_model(name), image_inputs(name)
     convert_model(model, Connectivity("all"))
@@ -202,7 +180,7 @@ def test_another_image_gives_other_logits(name):
     assert difference[:, -1].min() > 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_only_the_text_stack_is_rewired(name):
     model = tiny_model(name)
     classes = {path: type(module) for path, module in model.named_modules() if path}
@@ -225,25 +203,7 @@ def test_only_the_text_stack_is_rewired(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", NAMES)
-def test_recorded_hidden_states_are_the_full_streams(name):
-    model, inputs = tiny_model(name), image_inputs(name)
-    _, streams = reference(model, range(4), inputs)
-    convert_model(model, Connectivity("all"))
-    with torch.no_grad():
-        recorded = model(
-            **inputs, output_hidden_states=True, use_cache=False
-        ).hidden_states
-    assert len(recorded) == len(streams) == 5
-    # The last recorded state is after the final norm, in the regular model too.
-    for k, (actual, expected) in enumerate(
-        zip(recorded[:-1], streams[:-1], strict=True)
-    ):
-        assert error(actual, expected) < BOUND, k
-
-
-@FLOAT64
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", few(WRAPPERS))
 def test_generating_with_the_cache_gives_what_full_passes_give(name):
     # The original of MiniMax M3 also chooses other groups of keys with the cache when
     # there are pads.
@@ -281,7 +241,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_gradients_are_those_of_the_equations_also_in_the_vision_tower(name):
     model, inputs = tiny_model(name), image_inputs(name)
     trained = {
@@ -314,7 +274,7 @@ def test_gradients_are_those_of_the_equations_also_in_the_vision_tower(name):
 
 @FLOAT64
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", few(WRAPPERS))
 def test_gradient_checkpointing_does_not_change_gradients(name):
     model, inputs = tiny_model(name), image_inputs(name)
     convert_model(model, Connectivity("all"))
@@ -360,58 +320,7 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
             ), path
 
 
-@pytest.mark.parametrize("name", few(NAMES))
-def test_every_combination_of_checkpoint_and_connectivity(name, tmp_path):
-    model, inputs = tiny_model(name), image_inputs(name)
-    model.save_pretrained(tmp_path / "base")
-    far = Connectivity("all", mlp="full")
-    assert convert_checkpoint(tmp_path / "base", tmp_path / "far", far) == [0, 1, 2, 3]
-    regular = logits(model, inputs)
-
-    plain = load_model(tmp_path / "base")
-    assert type(plain) is type(model) and not plain.training
-    assert_same_model(plain, model, inputs)
-
-    rewired = load_model(tmp_path / "base", connectivity=far)
-    assert farskip_layers(rewired) == [0, 1, 2, 3]
-    assert (logits(rewired, inputs) - regular).abs().max() > 0.5
-    assert_same_model(load_model(tmp_path / "far"), rewired, inputs)
-
-    undone = load_model(tmp_path / "far", original=True)
-    assert type(undone) is type(model) and undone.config.model_type == name
-    assert_same_model(undone, model, inputs)
-
-    unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
-    base, back = (
-        json.loads((tmp_path / part / "config.json").read_text())
-        for part in ("base", "back")
-    )
-    assert base == back
-
-
-@pytest.mark.parametrize("name", few(NAMES))
-def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(
-    name, tmp_path
-):
-    model, inputs = tiny_model(name), image_inputs(name)
-    model.save_pretrained(tmp_path / "base")
-    convert_model(model, Connectivity("moe"))
-    model.save_pretrained(tmp_path / "far")
-    convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
-    saved = assert_same_export(tmp_path / "far", tmp_path / "converted")
-    assert saved["model_type"] == f"farskip_{name}"
-    assert saved["architectures"] == [f"FarSkip{FAMILIES[name].causal_lm}"]
-    assert set(saved["auto_map"]) == {
-        "AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"
-    }  # fmt: skip
-    assert "farskip" not in saved["text_config"]
-    assert saved["text_config"]["model_type"] == model.config.text_config.model_type
-    assert tensor_shapes(tmp_path / "far") == tensor_shapes(tmp_path / "base")
-    for part in ("far", "converted"):
-        assert_same_model(load_model(tmp_path / part), model, inputs)
-
-
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", few(WRAPPERS))
 def test_copies_and_pickles_of_a_converted_wrapper_are_converted(name):
     model, inputs = tiny_model(name), image_inputs(name)
     convert_model(model, Connectivity("all"))
@@ -424,7 +333,7 @@ def test_copies_and_pickles_of_a_converted_wrapper_are_converted(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", few(WRAPPERS))
 def test_configs_are_shared_inside_a_wrapper_and_with_no_other_model(name):
     config, inputs = tiny_config(name), image_inputs(name)
     cls = type(tiny_model(name))
@@ -465,56 +374,6 @@ def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):
         convert_checkpoint(base, tmp_path / name / "far", Connectivity("moe"))
         convert_model(model, Connectivity("moe"))
         assert_same_model(load_model(tmp_path / name / "far"), model, inputs)
-
-
-@pytest.mark.parametrize("names", few_and_others(NAMES))
-def test_an_export_loads_without_fcsd_and_never_silently(names, tmp_path):
-    expected = {}
-    for name in names:
-        model, inputs = tiny_model(name), image_inputs(name)
-        model.save_pretrained(tmp_path / "base" / name)
-        convert_checkpoint(
-            tmp_path / "base" / name, tmp_path / "far" / name, Connectivity("last:75%")
-        )
-        convert_model(model, Connectivity("last:75%"))
-        expected[name] = inputs, logits_in_float64(model, inputs)
-    torch.save(expected, tmp_path / "expected.pt")
-    code = """
-from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
-expected = torch.load(sys.argv[2])
-for family, (inputs, logits) in expected.items():
-    folder = sys.argv[3] + "/" + family
-    for auto in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM):
-        try:
-            auto.from_pretrained(folder, trust_remote_code=False)
-        except ValueError as refusal:
-            assert "trust_remote_code" in str(refusal), refusal
-        else:
-            raise SystemExit(f"{family}: {auto.__name__} loaded without trust_remote_code")
-    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
-    assert type(model).__name__.startswith("FarSkip"), type(model)
-    model.save_pretrained(folder + "_again")
-    again = AutoModelForMultimodalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
-    for one in (model, again):
-        found = error(logits_in_float64(one, inputs), logits)
-        assert found < BOUND, (family, found)
-    headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-    assert type(headless).__name__.startswith("FarSkip"), type(headless)
-    if type(headless) is not type(model):
-        last = call_in_float64(headless, inputs).last_hidden_state
-        whole = call_in_float64(model, inputs | {"output_hidden_states": True})
-        assert error(last, whole.hidden_states[-1]) < BOUND, family
-assert "fcsd" not in sys.modules
-print("DONE", len(expected))
-"""
-    done = run_without_fcsd(code, tmp_path, tmp_path / "expected.pt", tmp_path / "far")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"DONE {len(names)}" in done.stdout
-    for name in names:
-        far = tmp_path / "far"
-        again = far / f"{name}_again"
-        assert_same_export(far / name, again)
-        assert tensor_shapes(tmp_path / "base" / name) == tensor_shapes(again)
 
 
 @pytest.fixture

@@ -18,17 +18,15 @@ from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES, UNAVAILABLE, moe_mask
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
-from tests.reference.images import IMAGES
+from tests.reference.images import IMAGES, inputs_of
+from tests.reference.multimodal import multimodal_reference_forward
 from tests.reference.mutants import mutated
 from tests.reference.parts import arguments_computed_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, tiny_model
-from tests.support import KINDS, cache_of, few
+from tests.support import KINDS, TEXT_FAMILIES, WRAPPERS, cache_of, few
 
-FAMILY_NAMES = sorted(
-    name for name, family in FAMILIES.items() if not family.multimodal
-)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 MIXED = ("partial", [1, 3])
@@ -141,7 +139,7 @@ def test_every_supported_family_has_a_tiny_model_and_a_reference():
         )
         for padded in (False, True)
         for implementation in ("sdpa", "eager")
-        for family in FAMILY_NAMES
+        for family in TEXT_FAMILIES
     ],
 )
 def test_a_converted_model_computes_the_equations(family, implementation, padded):
@@ -194,7 +192,7 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
         assert worst < BOUND, f"{selection} {attention} {mlp}: {worst:.1e}"
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
 def test_the_regular_model_computes_the_reference_without_farskip_layers(family):
     model, x = tiny_model(family), tokens()
     assert error(logits(model, x), reference(model, x, [])[0]) < BOUND
@@ -228,25 +226,29 @@ def test_dense_layers_read_what_is_in_flight_and_leave_nothing_in_flight(
         assert error(logits(model, x), expected) < BOUND, selection
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)))
 def test_no_layers_and_unconverting_are_bit_identical_to_the_original(family):
-    model, x = tiny_model(family), tokens()
-    original = logits(model, x)
+    model, inputs = tiny_model(family), inputs_of(family)
+    original = logits(model, **inputs)
     assert convert_model(model, Connectivity("none")) == []
-    assert torch.equal(logits(model, x), original)
+    assert torch.equal(logits(model, **inputs), original)
     convert_model(model, Connectivity("all"))
-    assert (logits(model, x) - original).abs().max() > 1
+    assert (logits(model, **inputs) - original).abs().max() > 1
     unconvert_model(model)
-    assert torch.equal(logits(model, x), original)
+    assert torch.equal(logits(model, **inputs), original)
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", [*few(TEXT_FAMILIES), *WRAPPERS])
 def test_recorded_hidden_states_are_the_full_streams(family):
-    model, x = tiny_model(family), tokens()
-    _, streams = reference(model, x, range(4))
-    convert_model(model, Connectivity("all"))
+    model, inputs = tiny_model(family), inputs_of(family)
+    is_wrapper = FAMILIES[family].multimodal
+    forward = multimodal_reference_forward if is_wrapper else reference_forward
     with torch.no_grad():
-        recorded = model(x, output_hidden_states=True, use_cache=False).hidden_states
+        _, streams = forward(model, layers=range(4), **inputs)
+        convert_model(model, Connectivity("all"))
+        recorded = model(
+            **inputs, output_hidden_states=True, use_cache=False
+        ).hidden_states
     assert len(recorded) == len(streams) == 5
     # The last recorded state is after the final norm, in the regular model too.
     for k, (actual, expected) in enumerate(
@@ -255,7 +257,7 @@ def test_recorded_hidden_states_are_the_full_streams(family):
         assert error(actual, expected) < BOUND, k
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
 def test_generating_with_the_cache_gives_what_full_passes_give(family):
     model, x = tiny_model(family), tokens(length=9)
     mask = left_padding(*x.shape)
@@ -302,7 +304,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
         assert difference(6) < BOUND
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
 def test_gradient_checkpointing_does_not_change_gradients(family):
     x = tokens()
     model = tiny_model(family).train()
@@ -351,7 +353,7 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
             ), name
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
 def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
     model = tiny_model(family)
     parts = [tokens(1, 5, seed=1), tokens(1, 7, seed=2)]
@@ -368,7 +370,7 @@ def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
     assert difference() < BOUND
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES))
+@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
 def test_gradients_are_those_of_the_equations(family):
     model, x = tiny_model(family), tokens(2, 6)
     weights = {

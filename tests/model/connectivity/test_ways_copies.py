@@ -15,17 +15,8 @@ from fcsd.model.connectivity import (
     unconvert_model,
 )
 from tests.reference.tiny import tiny_model
+from tests.support import COMMON
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-    "mixtral",
-)
 X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))
 
 
@@ -47,7 +38,7 @@ def saved_and_loaded(model):
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded],
     ids=["deepcopy", "pickle", "torch.save"],
@@ -67,7 +58,7 @@ def test_a_copy_is_rewired_and_independent(family, copied):
     assert torch.equal(logits(other), regular)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_bfloat16_is_no_less_exact_than_in_the_original(family):
     """Compares mean errors against float32 with the same, already rounded, weights;
     with few tokens, those whose experts change would decide.
@@ -80,7 +71,7 @@ def test_bfloat16_is_no_less_exact_than_in_the_original(family):
     assert 0 < float((logits(half) - logits(full)).abs().mean()) < 1.5 * original
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_the_dtype_can_change_before_and_after_the_conversion(family):
     before = tiny_model(family).to(torch.bfloat16)
     convert_model(before, Connectivity("all"))
@@ -91,7 +82,7 @@ def test_the_dtype_can_change_before_and_after_the_conversion(family):
         assert torch.isfinite(after(X, labels=X).loss)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_loading_in_bfloat16_is_loading_and_then_converting(family, tmp_path):
     tiny_model(family).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, connectivity=Connectivity("all"), dtype="bfloat16")

@@ -12,18 +12,8 @@ from fcsd.model.connectivity import (
 )
 from tests.model.connectivity.test_ways_parallel import FEW
 from tests.reference.tiny import tiny_model
-from tests.support import few, user_error
+from tests.support import COMMON, few, user_error
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-    "mixtral",
-)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 FAR = Connectivity("all")
 
@@ -68,7 +58,7 @@ def places(tmp_path):
     return options
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 def test_a_model_loaded_with_half_of_its_weights_on_disk_is_rewired(
     family, places, tmp_path
 ):
@@ -87,7 +77,7 @@ def test_a_model_loaded_with_half_of_its_weights_on_disk_is_rewired(
         assert torch.equal(logits(model), logits(whole))
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 def test_converting_a_model_that_has_hooks_is_refused_and_changes_nothing(
     family, places, tmp_path
 ):

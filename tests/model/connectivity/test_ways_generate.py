@@ -11,18 +11,8 @@ from tests.float64 import BOUND
 from tests.model.connectivity.test_ways_parallel import FEW
 from tests.reference.reference import reference_forward
 from tests.reference.tiny import tiny_model
-from tests.support import cache_of, few
+from tests.support import COMMON, cache_of, few
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-    "mixtral",
-)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -47,7 +37,7 @@ def reference_logits(family, sequences):
     return reference_forward(tiny_model(family), sequences, range(4))[0]
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 def test_greedy_generation_with_a_dynamic_and_a_static_cache_follows_the_equations(
     family,
 ):
@@ -65,7 +55,7 @@ def test_greedy_generation_with_a_dynamic_and_a_static_cache_follows_the_equatio
     assert torch.equal(static.sequences, dynamic)
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 def test_beam_search_gives_sequences_with_the_scores_of_the_equations(family):
     model = converted(family)
     beams = {
@@ -96,7 +86,7 @@ def test_beam_search_gives_sequences_with_the_scores_of_the_equations(family):
     assert (cached.sequences_scores[::2] >= greedy_scores - BOUND).all()
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 def test_right_padding_changes_nothing(family):
     model = converted(family)
     mask = torch.ones_like(X)
@@ -109,7 +99,7 @@ def test_right_padding_changes_nothing(family):
     assert (padded[1:] - whole).abs().max() < BOUND
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 @pytest.mark.parametrize("draft", ["small", "same"])
 def test_assisted_generation_gives_the_greedy_tokens(family, draft):
     model = converted(family)
@@ -130,7 +120,7 @@ def test_assisted_generation_gives_the_greedy_tokens(family, draft):
     assert len(passes) < 9 if draft == "same" else len(passes) > 5
 
 
-@pytest.mark.parametrize("family", few(FAMILY_NAMES, kinds=FEW))
+@pytest.mark.parametrize("family", few(COMMON, kinds=FEW))
 def test_hidden_states_recorded_while_generating_are_the_full_streams(family):
     model = converted(family)
     out = model.generate(

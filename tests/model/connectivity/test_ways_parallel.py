@@ -15,18 +15,8 @@ from fcsd.model.connectivity import (
 from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import few, user_error
+from tests.support import COMMON, few, user_error
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-    "mixtral",
-)
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -35,7 +25,7 @@ FEW = ("qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 PARTS = [
     FEW,
     pytest.param(
-        tuple(name for name in FAMILY_NAMES if name not in FEW),
+        tuple(name for name in COMMON if name not in FEW),
         marks=pytest.mark.breadth,
     ),
 ]

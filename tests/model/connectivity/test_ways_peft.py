@@ -15,21 +15,9 @@ from fcsd.model.connectivity import (
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import COMMON, user_error
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "mixtral",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-)
-EXPERTS = {
-    family: f"{FAMILIES[family].moe}.experts.down_proj" for family in FAMILY_NAMES
-}
+EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in COMMON}
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 
 pytestmark = [
@@ -72,7 +60,7 @@ def logits(model):
     return model(input_ids=X, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_adapters_attached_before_and_after_the_conversion_are_the_same(family):
     after = with_adapters(converted(family), lora(family))
     before = with_adapters(tiny_model(family), lora(family))
@@ -84,7 +72,7 @@ def test_adapters_attached_before_and_after_the_conversion_are_the_same(family):
     assert (logits(after) - logits(converted(family))).abs().max() > 0.5
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
     model = with_adapters(tiny_model(family), lora(family))
     with user_error(r"convert before wrapping .*`get_base_model\(\)`"):
@@ -93,7 +81,7 @@ def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_merged_adapters_give_the_outputs_of_the_adapters(family, tmp_path):
     model = with_adapters(converted(family), lora(family))
     expected = logits(model)
@@ -107,7 +95,7 @@ def test_merged_adapters_give_the_outputs_of_the_adapters(family, tmp_path):
     assert error(logits(loaded), expected) < BOUND
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(family):
     model = with_adapters(converted(family), lora(family)).train()
 
@@ -134,7 +122,7 @@ def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(fam
     )
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_saved_adapters_are_loaded_onto_a_rewired_model(family, tmp_path):
     model = with_adapters(converted(family), lora(family))
     model.save_pretrained(tmp_path)
@@ -145,7 +133,7 @@ def test_saved_adapters_are_loaded_onto_a_rewired_model(family, tmp_path):
         assert torch.equal(logits(loaded), logits(converted(family)))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 @pytest.mark.parametrize(
     "targets", ["all-linear", ["o_proj", "gate_proj", "up_proj", "down_proj"]]
 )

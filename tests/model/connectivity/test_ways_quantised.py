@@ -16,17 +16,8 @@ from fcsd.model.connectivity import (
 )
 from tests.float64 import ROUNDINGS, logits_in_float64
 from tests.reference.tiny import tiny_model
+from tests.support import COMMON
 
-FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-    "mixtral",
-)
 X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))
 FAR = Connectivity("all")
 
@@ -56,7 +47,7 @@ def quantised_modules(model):
     }
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original(
     family, tmp_path
 ):
@@ -93,7 +84,7 @@ def test_a_model_quantised_while_loading_is_rewired_and_as_exact_as_the_original
     assert torch.equal(logits(original), logits(model))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", COMMON)
 def test_a_quantised_checkpoint_is_converted_saved_and_loaded(family, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "float")
     load_model(tmp_path / "float", quantization_config=int8()).save_pretrained(

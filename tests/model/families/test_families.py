@@ -28,9 +28,7 @@ from fcsd.model.families import (
 from fcsd.model.families.refused import BROKEN
 from fcsd.model.families.structure import LOGIT_SCALES
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import user_error
-
-NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+from tests.support import TEXT_FAMILIES, user_error
 
 
 def upstream(family):
@@ -47,7 +45,7 @@ def several(names):
     return names if isinstance(names, tuple) else (names,) if names else ()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_every_name_exists_upstream_and_on_the_layers(name):
     family, module, model = FAMILIES[name], upstream(name), tiny_model(name)
     layer_classes = several(family.decoder_layer)
@@ -123,7 +121,7 @@ def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
     assert built == moe_mask(model.config, family)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_a_family_is_recognised_from_a_config_object_raw_json_and_a_farskip_config(
     name,
 ):
