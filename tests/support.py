@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -409,6 +410,24 @@ def documented_keys(chapter: str) -> set[str]:
             r"`([a-z0-9_]+)`", text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]
         )
     )
+
+
+def command_words(*parts: object) -> list[str]:
+    """Return the words of a command: those of a text as a shell would split it, and
+    each other part, such as a path, whole.
+    """
+    return [
+        word
+        for part in parts
+        for word in (shlex.split(part) if isinstance(part, str) else [str(part)])
+    ]
+
+
+def run_command(*parts: object) -> int:
+    """Return the status with which `fcsd` ends after these words, in this process."""
+    from fcsd.cli.main import main
+
+    return main(command_words(*parts))
 
 
 def run_of(recipe: Any) -> Any:

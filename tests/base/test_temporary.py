@@ -23,7 +23,7 @@ from fcsd.evaluation.code import scorer
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
 from tests.kills import Places
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, in_a_fork
+from tests.support import ROOT, command_words, in_a_fork
 
 
 def killed_in(work: Callable[[], object], place: Path) -> None:
@@ -115,13 +115,9 @@ def test_a_conversion_that_has_its_name_says_what_it_was_made_from(
     tmp_path: Path,
 ) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
-    words = [
-        "convert",
-        str(tmp_path / "base"),
-        str(tmp_path / "far"),
-        "--layers",
-        "all",
-    ]
+    words = command_words(
+        "convert", tmp_path / "base", tmp_path / "far", "--layers all"
+    )
 
     def convert() -> int:
         Places(tmp_path, kill="after rename to far, 1").watch()

@@ -7,19 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import command_words
+
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "forward.py"
-SMALL = [
-    "--layers",
-    "2",
-    "--dim",
-    "32",
-    "--tokens",
-    "8",
-    "--rounds",
-    "2",
-    "--decode-steps",
-    "2",
-]
+SMALL = command_words("--layers 2 --dim 32 --tokens 8 --rounds 2 --decode-steps 2")
 
 
 @pytest.fixture

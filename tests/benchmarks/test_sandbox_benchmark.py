@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.evaluation.rows import write_root
+from tests.support import command_words
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sandbox.py"
 
@@ -27,16 +28,9 @@ def benchmark() -> Any:
 def test_overhead_stands_beside_two_forks_and_canonical_programs_are_counted(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--jobs",
-        "3",
-        "--rounds",
-        "2",
-        "--workers",
-        "2",
-        "--data-root",
-        str(write_root(tmp_path / "root")),
-    ]
+    words = command_words(
+        "--jobs 3 --rounds 2 --workers 2 --data-root", write_root(tmp_path / "root")
+    )
     assert benchmark.main([*words, "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert list(report["overhead_ms"]) == [

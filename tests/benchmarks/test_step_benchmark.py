@@ -10,19 +10,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.support import command_words
+
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "step.py"
-SMALL = [
-    "--dim",
-    "64",
-    "--layers",
-    "2",
-    "--vocab",
-    "512",
-    "--length",
-    "64",
-    "--rows",
-    "2",
-]
+SMALL = command_words("--dim 64 --layers 2 --vocab 512 --length 64 --rows 2")
 
 
 @pytest.fixture(scope="module")

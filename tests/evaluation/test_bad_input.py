@@ -21,7 +21,7 @@ from fcsd.evaluation.stage import FINISHED_TASKS
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import few, start
+from tests.support import command_words, few, start
 
 Files = dict[str, list[dict[str, Any]] | str | None]
 PIQA = {
@@ -446,15 +446,9 @@ def test_a_file_of_samples_that_cannot_be_graded_is_refused_with_its_line(
     file = root.parent / name
     file.write_bytes(content)
     said = error_of(
-        [
-            "evaluate",
-            "--samples",
-            str(file),
-            "--tasks",
-            "mbpp_plus",
-            "--data-root",
-            str(root),
-        ],
+        command_words(
+            "evaluate --samples", file, "--tasks mbpp_plus --data-root", root
+        ),
         capsys,
     )
     assert said.startswith(message.format(file=file))
@@ -473,17 +467,14 @@ def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_thei
     file = root.parent / "s.jsonl.gz"
     file.write_bytes(gzip.compress(text.encode()))
     out = root.parent / "scored"
-    arguments = [
-        "evaluate",
-        "--samples",
-        str(file),
-        "--tasks",
-        "mbpp_plus",
-        "--data-root",
-        str(root),
+    arguments = command_words(
+        "evaluate --samples",
+        file,
+        "--tasks mbpp_plus --data-root",
+        root,
         "--output",
-        str(out),
-    ]
+        out,
+    )
     for _ in range(2):
         assert main(arguments) == 0
     assert read_json(out / "results.json")["tasks"]["mbpp_plus"]["value"] == 1

@@ -20,7 +20,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root
 from tests.evaluation.test_instruct import ONE_HEAD
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, start, user_error
+from tests.support import evaluate, run_command, start, user_error
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +231,7 @@ def test_the_lm_eval_command_finds_the_same_item_by_item(
     )
     assert main(["evaluate", str(tmp_path / "model"), *options]) == 0
     capfd.readouterr()
-    assert (
-        main(["compare", str(tmp_path / "theirs"), str(tmp_path / "mine"), "--json"])
-        == 0
-    )
+    assert run_command("compare", tmp_path / "theirs", tmp_path / "mine", "--json") == 0
     (comparison,) = json.loads(capfd.readouterr().out).values()
     rows = comparison["tasks"]
     assert {

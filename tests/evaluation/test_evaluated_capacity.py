@@ -21,7 +21,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import differing_settings
 from tests.evaluation.test_ranks import place
 from tests.reference.ranks import run_ranks
-from tests.support import user_error
+from tests.support import command_words, user_error
 
 __all__ = ["place"]  # the fixture
 
@@ -83,14 +83,14 @@ def test_a_capacity_that_has_no_meaning_is_one_line(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [
+    command = command_words(
         "evaluate",
-        str(place / "model"),
+        place / "model",
         "--suite",
-        str(place / "suite.yaml"),
+        place / "suite.yaml",
         "--output",
-        str(tmp_path),
-    ]
+        tmp_path,
+    )
     assert main([*command, "--data-root", str(place / "data"), *options]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error and not (tmp_path / "results.json").exists()

@@ -24,7 +24,7 @@ from fcsd.evaluation.lm_eval.tasks import load_task
 from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
-from tests.support import start, user_error
+from tests.support import command_words, start, user_error
 
 COMMIT = "a" * 40
 
@@ -269,15 +269,12 @@ def fetch_command(server: str, tmp_path: Path) -> Any:
     """
     task = row("piqa", "baber/piqa").model_dump(exclude_none=True)
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
-    words = [
-        "-m",
-        "fcsd",
-        "evaluate",
-        "--fetch",
-        str(tmp_path / "root"),
+    words = command_words(
+        "-m fcsd evaluate --fetch",
+        tmp_path / "root",
         "--suite",
-        str(tmp_path / "suite.yaml"),
-    ]
+        tmp_path / "suite.yaml",
+    )
     environment = {
         "HF_ENDPOINT": server,
         "HF_HUB_OFFLINE": "0",

@@ -23,7 +23,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_root
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, user_error
+from tests.support import command_words, evaluate, run_command, user_error
 
 RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]
 BASE_ONLY = [
@@ -231,15 +231,9 @@ def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": BASE_ONLY[0]})
-    words = [
-        "evaluate",
-        "--samples",
-        str(path),
-        "--tasks",
-        "mbpp_plus",
-        "--data-root",
-        str(root),
-    ]
+    words = command_words(
+        "evaluate --samples", path, "--tasks mbpp_plus --data-root", root
+    )
     assert main(words) == 2
     assert "2 of 3 problems have no sample" in capsys.readouterr().err
     assert main([*words, "--partial"]) == 0
@@ -521,16 +515,8 @@ def test_one_file_may_hold_programs_and_answers(
     ]
     file = lines(tmp_path / "s.jsonl", *rows)
     assert (
-        main(
-            [
-                "evaluate",
-                "--samples",
-                str(file),
-                "--data-root",
-                str(root),
-                "--output",
-                str(tmp_path / "o"),
-            ]
+        run_command(
+            "evaluate --samples", file, "--data-root", root, "--output", tmp_path / "o"
         )
         == 0
     )

@@ -22,7 +22,7 @@ from fcsd.parallel.ranks import input_device
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.test_ranks import place
 from tests.parallel.test_engines import launch, outcomes
-from tests.support import Bench, evaluate, few, in_forked_ranks
+from tests.support import Bench, command_words, evaluate, few, in_forked_ranks
 
 __all__ = ["place"]  # a fixture
 
@@ -128,12 +128,9 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(
     }  # fmt: skip
 
     def whole(name: str, *more: str) -> list[str]:
-        recipe = [
-            "run",
-            str(bench.recipe(name, **changes)),
-            "--set",
-            "train.max_steps=2",
-        ]
+        recipe = command_words(
+            "run", bench.recipe(name, **changes), "--set train.max_steps=2"
+        )
         return [*recipe, "--set", "evaluation.layer_study=true", *more]
 
     assert main(whole("one")) == 0

@@ -39,7 +39,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, user_error
+from tests.support import command_words, evaluate, user_error
 
 ITEMS = 4
 
@@ -555,14 +555,9 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
 def test_a_wrong_address_is_an_error_of_one_line(
     options: list[str], message: str, place: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    words = [
-        "evaluate",
-        str(place / "model"),
-        "--suite",
-        "tiny",
-        "--data-root",
-        str(place / "tiny" / "data"),
-    ]
+    words = command_words(
+        "evaluate", place / "model", "--suite tiny --data-root", place / "tiny" / "data"
+    )
     assert main([*words, "--output", str(tmp_path / "out"), *options]) == 2
     said = capfd.readouterr().err
     assert message in said and said.count("\n") == 1 and "secret" not in said

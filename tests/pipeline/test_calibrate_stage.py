@@ -17,7 +17,7 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of
-from tests.support import Bench, in_a_fork, make_bench
+from tests.support import Bench, command_words, in_a_fork, make_bench
 
 # the arguments of a command that writes everything to one folder
 Command = Callable[[Path], list[str]]
@@ -266,13 +266,9 @@ def test_too_few_tokens_are_refused_by_the_name_of_their_option(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [
-        "calibrate",
-        str(base_checkpoint),
-        str(tmp_path / "out"),
-        "--text",
-        str(text),
-    ]
+    words = command_words(
+        "calibrate", base_checkpoint, tmp_path / "out", "--text", text
+    )
     assert main([*words, "--tokens", "100"]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert "calibration.tokens (--tokens): 100 are too few; give at least" in message

@@ -21,7 +21,7 @@ from fcsd.report.table import narrow_table, paired_table
 from fcsd.report.verdict import quick_look, verdict_lines
 from tests.evaluation.test_scores import result as scored
 from tests.report.test_report import result
-from tests.support import documented_keys
+from tests.support import documented_keys, run_command
 
 SUBJECTS = {"mmlu_law": ([1, 1, 0, 1], [1, 0, 0, 0]), "mmlu_art": ([0, 1], [1, 1])}
 
@@ -448,16 +448,12 @@ def test_tasks_that_not_all_results_have_are_left_out_on_request(
     assert "(code in one only)" in error_of(capsys, folders[0], tmp_path / "less")
     out = tmp_path / "out"
     assert (
-        main(
-            [
-                "compare",
-                str(folders[0]),
-                str(tmp_path / "less"),
-                "--tasks",
-                "mmlu,choice",
-                "--output",
-                str(out),
-            ]
+        run_command(
+            "compare",
+            folders[0],
+            tmp_path / "less",
+            "--tasks mmlu,choice --output",
+            out,
         )
         == 0
     )

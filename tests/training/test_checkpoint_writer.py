@@ -29,7 +29,7 @@ from fcsd.training.checkpoints import checkpoints, damage
 from fcsd.training.config import MAY_CHANGE
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, few, in_a_fork, in_forked_ranks
+from tests.support import Bench, command_words, few, in_a_fork, in_forked_ranks
 
 
 @pytest.fixture
@@ -260,12 +260,9 @@ def test_a_run_that_is_killed_while_it_writes_continues_to_the_same_weights(
     bench: Bench, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["distill", str(bench.recipe("whole"))]) == 0
-    command = [
-        "distill",
-        str(bench.recipe("killed")),
-        "--set",
-        "train.save_total_limit=1",
-    ]
+    command = command_words(
+        "distill", bench.recipe("killed"), "--set train.save_total_limit=1"
+    )
     write, remove = StateFile.write, writer_module._remove
 
     def die(*args: Any) -> None:

@@ -31,6 +31,7 @@ from fcsd.training import trainer as trainer_module
 from fcsd.training.sweep import read_history
 from tests.support import (
     Bench,
+    command_words,
     few,
     forked,
     in_a_fork,
@@ -391,12 +392,9 @@ def test_a_run_says_where_it_continues_and_may_have_other_rows_in_a_forward_pass
         patch.setattr(trainer_module.DistillTrainer, "compute_loss", ended)
         assert main(command) == 130
     capsys.readouterr()
-    command += [
-        "--set",
-        "train.per_device_train_batch_size=4",
-        "--set",
-        "train.gradient_checkpointing=true",
-    ]
+    command += command_words(
+        "--set train.per_device_train_batch_size=4 --set train.gradient_checkpointing=true"
+    )
     assert main(command) == 0
     folder = bench.folder / "r" / "distill"
     assert (

@@ -29,7 +29,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.row_order import EpochRows
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, few, user_error
+from tests.support import Bench, command_words, few, user_error
 from tests.training.test_resume import curve, on_two_ranks
 
 TOKENIZER = tiny_tokenizer(300)
@@ -397,14 +397,9 @@ def test_a_recipe_counts_also_the_examples_of_rows_that_were_there(
             f"data: {sentence}\ndata: warning: 60 of 60 examples (100 %) are truncated"
             in capsys.readouterr().err
         )
-    train = [
-        "--set",
-        "train.max_steps=2",
-        "--set",
-        "train.warmup_steps=0",
-        "--set",
-        "train.batch_size_tokens=64",
-    ]
+    train = command_words(
+        "--set train.max_steps=2 --set train.warmup_steps=0 --set train.batch_size_tokens=64"
+    )
     assert main(["distill", recipe, *train]) == 0
     lines = data_lines(capsys.readouterr().err)
     assert (

@@ -14,7 +14,7 @@ from fcsd.parallel.join import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.export import write_model
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, make_bench
+from tests.support import Bench, make_bench, run_command
 
 
 def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(
@@ -112,15 +112,7 @@ def test_save_model_keeps_mtp_layers_and_so_does_what_is_pushed_and_undone(
         trainer.save_model()
         assert same_mtp(tmp_path / "out", with_mtp.base)
     assert (
-        main(
-            [
-                "push",
-                str(tmp_path / "out"),
-                "me/x",
-                "--dry-run",
-                str(tmp_path / "pushed"),
-            ]
-        )
+        run_command("push", tmp_path / "out", "me/x --dry-run", tmp_path / "pushed")
         == 0
     )
     assert same_mtp(tmp_path / "pushed", with_mtp.base)

@@ -37,7 +37,7 @@ from tests.reference.instella import (
     write_published,
 )
 from tests.reference.tiny import tiny_config
-from tests.support import make_bench, user_error
+from tests.support import command_words, make_bench, user_error
 
 X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
 LAYERS = 5
@@ -333,13 +333,9 @@ def test_a_published_checkpoint_is_tuned_and_talked_to(
         assert main([*command, *words]) == 2
     assert capsys.readouterr().err.count("is already converted; the study needs") == 1
     assert main(["unconvert", str(bench.base), str(tmp_path / "regular")]) == 0
-    command = [
-        "calibrate",
-        str(tmp_path / "regular"),
-        str(tmp_path / "calibrated"),
-        "--tokens",
-        "2000",
-    ]
+    command = command_words(
+        "calibrate", tmp_path / "regular", tmp_path / "calibrated", "--tokens 2000"
+    )
     assert main([*command, *words]) == 0
     assert (
         type(load_model(tmp_path / "calibrated")).__name__
@@ -353,14 +349,9 @@ def test_a_published_checkpoint_is_evaluated_as_what_it_is_converted_to(
     write_tiny_data(
         tmp_path / "tiny", num_train=8, num_distill=8, num_heldout=2, num_test=3
     )
-    options = [
-        "--suite",
-        "tiny",
-        "--data-root",
-        str(tmp_path / "tiny" / "data"),
-        "--batch-size",
-        "3",
-    ]
+    options = command_words(
+        "--suite tiny --data-root", tmp_path / "tiny" / "data", "--batch-size 3"
+    )
     assert (
         main(["convert", str(published_bench.base), str(tmp_path / "converted")]) == 0
     )

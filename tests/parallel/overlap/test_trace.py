@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from fcsd.cli.main import main
 from fcsd.planning.cost.measured import read_times
 from tests.parallel.test_engines import EP, launch
-from tests.support import Bench
+from tests.support import Bench, run_command
 
 
 def test_a_trace_shows_both_models_and_what_the_rewired_one_starts(
@@ -56,8 +55,7 @@ def test_a_trace_without_expert_parallelism_is_refused(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        main(["trace", str(bench.recipe()), "--output", str(bench.folder / "traces")])
-        == 2
+        run_command("trace", bench.recipe(), "--output", bench.folder / "traces") == 2
     )
     assert (
         "needs --expert-parallel N, 2 or more; without it there is nothing"

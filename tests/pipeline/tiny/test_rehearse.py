@@ -44,9 +44,11 @@ from tests.pipeline.tiny.test_tasks import SIZES
 from tests.reference.tiny import tiny_model
 from tests.support import (
     ROOT,
+    command_words,
     few,
     in_a_fork,
     in_forked_ranks,
+    run_command,
     skip_unavailable,
     user_error,
 )
@@ -281,14 +283,9 @@ def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
         data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml",
         tmp_path / "r",
     )
-    small = [
-        "--rehearse",
-        str(folder),
-        "--set",
-        "data.decontaminate=null",
-        "--set",
-        "early_stopping=null",
-    ]
+    small = command_words(
+        "--rehearse", folder, "--set data.decontaminate=null --set early_stopping=null"
+    )
     small += ["--set", "train.per_device_train_batch_size=32"]
     assert main(["sweep", str(path), *small]) == 0
     choice = read_json(folder / "run" / "sweep" / "manifest.json")["results"]
@@ -538,8 +535,7 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
         )
     )
     assert (
-        main(["run", str(tmp_path / "recipe.yaml"), "--rehearse", str(tmp_path / "r")])
-        == 2
+        run_command("run", tmp_path / "recipe.yaml", "--rehearse", tmp_path / "r") == 2
     )
     said = capsys.readouterr().err
     assert (

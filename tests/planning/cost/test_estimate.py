@@ -47,7 +47,14 @@ from tests.memory import (
 )
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import ROOT, few, skip_unavailable, user_error
+from tests.support import (
+    ROOT,
+    command_words,
+    few,
+    run_command,
+    skip_unavailable,
+    user_error,
+)
 from tests.terminal import assert_readable
 
 MEASURED = {
@@ -880,9 +887,7 @@ def test_the_command_prints_a_table_or_json(
         "assumed:",
     ):
         assert part in text
-    assert (
-        main(["estimate", str(path), "--variant", "sft", "--json", "--mfu", "0.2"]) == 0
-    )
+    assert run_command("estimate", path, "--variant sft --json --mfu 0.2") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["run"] == "distill, variant sft" and facts["time"]["mfu"] == [0.2, 0.2]
     assert "teacher weights" not in facts["memory"]["parts"]
@@ -892,13 +897,9 @@ def test_the_command_prints_a_table_or_json(
 def test_the_demo_is_estimated_before_anything_is_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [
-        "estimate",
-        str(ROOT / "recipes" / "tiny" / "demo.yaml"),
-        "--gpu",
-        "l40s",
-        "--json",
-    ]
+    command = command_words(
+        "estimate", ROOT / "recipes" / "tiny" / "demo.yaml", "--gpu l40s --json"
+    )
     command += ["--set", "pretrain.config.vocab_size=512"]
     assert main([*command, "--pretrain"]) == 0
     pretrain = json.loads(capsys.readouterr().out)

@@ -24,7 +24,7 @@ from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.times import plan_times
 from tests.real_configs import CONFIGS
 from tests.reference.ranks import run_ranks
-from tests.support import user_error
+from tests.support import command_words, user_error
 
 SMALL = "--layers 2 --exchange-ms 90"
 
@@ -302,16 +302,7 @@ def test_times_of_another_connectivity_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "times.json"
     path.write_text(json.dumps(times().model_dump(mode="json")))
-    plan = [
-        "plan",
-        str(tmp_path),
-        "--gpu",
-        "mi325x",
-        "--length",
-        "64",
-        "--measured",
-        str(path),
-    ]
+    plan = command_words("plan", tmp_path, "--gpu mi325x --length 64 --measured", path)
     # 5 / (5 - 0.85 x 1.8)
     assert main(plan) == 0 and "1.441" in capsys.readouterr().out
     assert main([*plan, *words]) == 2

@@ -57,7 +57,7 @@ from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.layers.test_kinds import without_kl
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, user_error
+from tests.support import command_words, evaluate, run_command, user_error
 
 NUM_LAYERS = 4
 ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "response"}
@@ -348,16 +348,9 @@ def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> Non
     fields = {"num_hidden_layers": 2, "vocab_size": 400, "max_position_embeddings": 512}
     tiny_model("qwen2_moe", **fields).save_pretrained(folder)
     load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
-    words = [
-        "--task",
-        "tiny_choice",
-        "--data-root",
-        str(tasks),
-        "--sides",
-        "last,single",
-        "--limit",
-        "6",
-    ]
+    words = command_words(
+        "--task tiny_choice --data-root", tasks, "--sides last,single --limit 6"
+    )
     assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
     study = read_study(tmp_path / "s")
     suite = load_suite("tiny")
@@ -616,16 +609,9 @@ def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
-    words = [
-        "--max-length",
-        "512",
-        "--text-examples",
-        "6",
-        "--sides",
-        "single,last",
-        "--every",
-        "4",
-    ]
+    words = command_words(
+        "--max-length 512 --text-examples 6 --sides single,last --every 4"
+    )
     assert main(command(model, text, folder, *words)) == 0
     assert "± –" not in capsys.readouterr().out
     tokenizer, original, wired = (
@@ -663,9 +649,7 @@ def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
     assert measured["stderr"] == pytest.approx(
         (6 / 5 * sum(squares)) ** 0.5 / sum(counts), rel=1e-3
     )
-    assert (
-        main(["plan-layers", str(folder), "--budget", "1", "--verify", "--json"]) == 0
-    )
+    assert run_command("plan-layers", folder, "--budget 1 --verify --json") == 0
     assert json.loads(capsys.readouterr().out)["difference"]["stderr"] is not None
 
 
@@ -677,16 +661,9 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "s"
-    words = [
-        "--text-examples",
-        "1",
-        "--max-length",
-        "12",
-        "--sides",
-        "single,last",
-        "--every",
-        "4",
-    ]
+    words = command_words(
+        "--text-examples 1 --max-length 12 --sides single,last --every 4"
+    )
     assert main(command(model, text, folder, *words)) == 0
     table, error = capsys.readouterr()
     assert (
@@ -717,16 +694,9 @@ def test_a_single_item_of_a_task_has_no_standard_error_and_verify_is_refused(
         "qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512
     ).save_pretrained(folder)
     load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
-    words = [
-        "--task",
-        "tiny_choice",
-        "--data-root",
-        str(tasks),
-        "--sides",
-        "single",
-        "--limit",
-        "1",
-    ]
+    words = command_words(
+        "--task tiny_choice --data-root", tasks, "--sides single --limit 1"
+    )
     assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
     assert "± 0" not in capsys.readouterr().out
     refused(
@@ -894,9 +864,7 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hand_made([0.5, 0.1, 0.2], tmp_path / "a", calibrated=0.25, task=True)
-    assert (
-        main(["plan-layers", str(tmp_path / "a"), "--max-loss", "0.31", "--json"]) == 0
-    )
+    assert run_command("plan-layers", tmp_path / "a", "--max-loss 0.31 --json") == 0
     answer = json.loads(capsys.readouterr().out)
     rows = {(row["side"], row["calibrated"]): row for row in answer["within"]}
     assert {key: row["num_layers"] for key, row in rows.items()} == {
@@ -1258,10 +1226,7 @@ def test_verify_measures_both_selections_paired(
     finished: Path, model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert (
-        main(["plan-layers", str(finished), "--budget", "50%", "--verify", "--json"])
-        == 0
-    )
+    assert run_command("plan-layers", finished, "--budget 50% --verify --json") == 0
     plan = json.loads(capsys.readouterr().out)
     rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     original, values = load_model(model), []
@@ -1302,13 +1267,7 @@ def test_verify_refuses_another_model(
         "qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300
     ).save_pretrained(different)
     tiny_tokenizer(300).save_pretrained(different)
-    words = [
-        "plan-layers",
-        str(finished),
-        "--budget",
-        "50%",
-        "--verify",
-        "--model",
-        str(different),
-    ]
+    words = command_words(
+        "plan-layers", finished, "--budget 50% --verify --model", different
+    )
     refused(words, r"is not the model of the study in .*its weights differ")

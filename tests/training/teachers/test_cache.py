@@ -42,7 +42,7 @@ from fcsd.training.teachers.lora import AdapterOffTeacher
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, in_a_fork, killed_after, run_of
+from tests.support import Bench, in_a_fork, killed_after, run_command, run_of
 from tests.training.teachers.test_lora import LORA, batch, student_of
 
 TRAIN = {
@@ -218,10 +218,7 @@ def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(
     data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     path = cached(bench, data=data)
     assert (
-        main(
-            ["run", str(path), "--only", "cache-teacher", "--set", "train.max_steps=17"]
-        )
-        == 0
+        run_command("run", path, "--only cache-teacher --set train.max_steps=17") == 0
     )
     # 17 steps of 4 rows are more than the stream's 60 rows, whose second epoch has the
     # same rows in another order
