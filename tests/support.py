@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -245,6 +245,19 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a .jsonl file, and its folder."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def change_json(file: Path, changes: dict[str, Any]) -> None:
+    """Set fields of the object in a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@contextlib.contextmanager
+def edited_json(file: Path) -> Iterator[Any]:
+    """Give what a JSON file holds, and write it back as the block leaves it."""
+    value = json.loads(file.read_text())
+    yield value
+    file.write_text(json.dumps(value))
 
 
 def user_error(match: str) -> pytest.RaisesExc[UserError]:

@@ -1,7 +1,6 @@
 """Which weight files of a folder count, and which faults are sought in their values."""
 
 import hashlib
-import json
 import math
 import shutil
 from pathlib import Path
@@ -23,7 +22,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.load import find_model
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, edited_json, user_error
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -118,10 +117,7 @@ def test_weights_that_the_config_names_are_taken_as_transformers_does(
     if not index:
         tiny_model("qwen3_moe").save_pretrained(tmp_path / "first")
         shutil.copyfile(tmp_path / "first" / WEIGHTS, both / WEIGHTS)
-    config = json.loads((both / "config.json").read_text())
-    (both / "config.json").write_text(
-        json.dumps(config | {"transformers_weights": name})
-    )
+    change_json(both / "config.json", {"transformers_weights": name})
     expected = by_transformers(both)
     assert torch.equal(
         expected, by_transformers(saved / ("sharded" if index else "whole"))
@@ -156,9 +152,8 @@ def test_a_tensor_in_two_shards_is_refused_where_transformers_takes_another_than
         f"{last.name}: tensor '{name}' is in this file too, .*{first.name}"
     ):
         read_checkpoint(folder)
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][name] = last.name
-    (folder / INDEX).write_text(json.dumps(index))
+    with edited_json(folder / INDEX) as index:
+        index["weight_map"][name] = last.name
     assert torch.equal(logits(load_model(folder)), by_transformers(folder))
 
 

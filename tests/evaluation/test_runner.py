@@ -18,7 +18,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, user_error
+from tests.support import change_json, evaluate, user_error
 
 CHOICE = {
     "dataset_path": "o/choice",
@@ -492,10 +492,7 @@ def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
     model = tiny_model(family, vocab_size=512, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model/generation_config.json").unlink(missing_ok=True)
-    config = json.loads((tmp_path / "model/config.json").read_text()) | {
-        "use_mtp": True
-    }
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "model/config.json", {"use_mtp": True})
     drafting = load_model(tmp_path / "model")
     assert drafting.generation_config.use_mtp
     rows = [

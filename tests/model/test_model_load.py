@@ -21,7 +21,7 @@ from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, edited_json, user_error
 
 TOKENIZER_CLASS = """
 from transformers import PreTrainedTokenizer
@@ -102,10 +102,9 @@ def endless(tmp_path: Path) -> Path:
     folder = tmp_path / "endless"
     tiny_model("granitemoehybrid", vocab_size=512).save_pretrained(folder)
     tiny_tokenizer(512).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
-    config["time_step_limit"] = [0.0, math.inf]
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_json(folder / "config.json") as config:
+        assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+        config["time_step_limit"] = [0.0, math.inf]
     assert "Infinity]" in (folder / "config.json").read_text()
     return folder
 
@@ -154,9 +153,8 @@ def test_a_dequantised_copy_of_a_config_with_an_infinite_number_is_json(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "q", *LAYOUTS["block fp8"])
-    config = json.loads((tmp_path / "q" / "config.json").read_text())
-    (tmp_path / "q" / "config.json").write_text(
-        json.dumps(config | {"bound": [-math.inf, {"of": math.inf}]})
+    change_json(
+        tmp_path / "q" / "config.json", {"bound": [-math.inf, {"of": math.inf}]}
     )
     dequantize_checkpoint(tmp_path / "q", tmp_path / "plain")
     strict_json(tmp_path / "plain" / "config.json")
@@ -166,7 +164,7 @@ def test_a_dequantised_copy_of_a_config_with_an_infinite_number_is_json(
 def test_left_over_fields_and_an_infinite_number_are_read_together(
     endless: Path,
 ) -> None:
-    config = json.loads((endless / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (endless / "config.json").write_text(json.dumps(config))
+    change_json(
+        endless / "config.json", {"quantization_config": {"quant_method": "fp8"}}
+    )
     assert tuple(load_model(endless).config.time_step_limit) == (0.0, math.inf)

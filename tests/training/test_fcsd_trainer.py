@@ -38,7 +38,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import Hub, hub
-from tests.support import ROOT, Bench, few, user_error
+from tests.support import ROOT, Bench, edited_json, few, user_error
 
 __all__ = ["hub"]  # the fixture
 
@@ -1229,16 +1229,15 @@ def swapped(folder: Path, *, add: bool = False) -> Any:
     """
     tiny_tokenizer(300).save_pretrained(folder)
     file = folder / "tokenizer.json"
-    contents = json.loads(file.read_text())
-    names = contents["model"]["vocab"]
-    if add:
-        names["<mine>"] = names.pop("<unused22>")
-    else:
-        names["<unused22>"], names["<unused23>"] = (
-            names["<unused23>"],
-            names["<unused22>"],
-        )
-    file.write_text(json.dumps(contents))
+    with edited_json(file) as contents:
+        names = contents["model"]["vocab"]
+        if add:
+            names["<mine>"] = names.pop("<unused22>")
+        else:
+            names["<unused22>"], names["<unused23>"] = (
+                names["<unused23>"],
+                names["<unused22>"],
+            )
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -3,7 +3,6 @@ reply can be interrupted.
 """
 
 import io
-import json
 import os
 import pty
 import re
@@ -31,7 +30,7 @@ from fcsd.evaluation.chat.terminal import (
     side_by_side,
 )
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
-from tests.support import ROOT
+from tests.support import ROOT, change_json
 
 
 @pytest.fixture(scope="module")
@@ -558,8 +557,7 @@ def test_a_model_whose_config_asks_for_mtp_replies_token_by_token(
 ) -> None:
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
     (folder / "generation_config.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text()) | {"use_mtp": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", {"use_mtp": True})
     speaker = load_speaker(str(folder))
     said([speaker], "hello", max_new_tokens=6)
     expected = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 6)

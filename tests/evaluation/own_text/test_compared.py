@@ -22,7 +22,7 @@ from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import user_error, write_rows
+from tests.support import edited_json, user_error, write_rows
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
@@ -261,10 +261,9 @@ def test_what_is_missing_is_one_line(
     assert "no such folder" in error(texts, options=("--original", tmp_path / "none"))
     shutil.copytree(place / "original", tmp_path / "foreign")
     tiny_tokenizer(300).save_pretrained(tmp_path / "foreign")
-    tokenizer = json.loads((tmp_path / "foreign/tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (tmp_path / "foreign/tokenizer.json").write_text(json.dumps(tokenizer))
+    with edited_json(tmp_path / "foreign/tokenizer.json") as tokenizer:
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     said = error(texts, options=("--original", tmp_path / "foreign"))
     assert "the original: its tokenizer is not the model's: 2 tokens" in said
     assert "name the model that this one was converted from" in said

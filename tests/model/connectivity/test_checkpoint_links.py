@@ -2,7 +2,6 @@
 pipes, devices, others' code.
 """
 
-import json
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.publish.push import push
 from fcsd.training.calibration.checkpoint import calibratable
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, edited_json, user_error
 
 ALL = Connectivity("all")
 
@@ -246,9 +245,10 @@ def test_code_of_a_tokenizer_is_taken_from_its_folder_alone(
     base: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "secret.py").write_text("SECRET = 1\n")
-    config = json.loads((base / "tokenizer_config.json").read_text())
-    config["auto_map"] = {"AutoTokenizer": [None, "words.Words"]}
-    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    change_json(
+        base / "tokenizer_config.json",
+        {"auto_map": {"AutoTokenizer": [None, "words.Words"]}},
+    )
     wrong = {
         f"from .{tmp_path}/secret import x\n": (
             r"words\.py: imports \./.*, but fcsd copies only files in the same folder"
@@ -286,9 +286,8 @@ def test_changed_code_is_not_published_but_what_fcsd_writes(
         in capsys.readouterr().err
     )
     assert (tmp_path / "second" / "modeling_farskip.py").read_text() == right
-    config = json.loads((far / "config.json").read_text())
-    config["auto_map"]["AutoModelForCausalLM"] = "evil.Model"
-    (far / "config.json").write_text(json.dumps(config))
+    with edited_json(far / "config.json") as config:
+        config["auto_map"]["AutoModelForCausalLM"] = "evil.Model"
     (far / "evil.py").write_text("class Model: pass\n")
     with user_error(
         r"auto_map names evil\.py, modeling_farskip\.py; in a FarSkip checkpoint"

@@ -20,7 +20,7 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, user_error
 
 DEEP = b"[" * 100_000
 NO_OBJECT = {
@@ -92,8 +92,7 @@ def test_end_tokens_of_another_type_in_a_config_are_named(
     folder = tmp_path / "model"
     tiny_model(family, vocab_size=512).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": "12"}))
+    change_json(folder / "config.json", {"eos_token_id": "12"})
     refused_by_all(
         folder, tmp_path / "out", r"/config\.json: eos_token_id must be .*; fetch"
     )
@@ -264,8 +263,7 @@ def test_a_checkpoint_is_read_once_until_one_of_its_files_changes(
         read_checkpoint(folder).config["eos_token_id"] != first.config["eos_token_id"]
     )
     assert headers == ["model.safetensors"]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    change_json(folder / "config.json", {"rope_theta": 5.0})
     assert read_checkpoint(folder).config["rope_theta"] == 5.0
     (folder / "generation_config.json").write_bytes(b"")
     with user_error(r"generation_config\.json: not valid JSON"):

@@ -40,6 +40,8 @@ from tests.support import (
     UNLIKE,
     WRAPPERS,
     assert_same_model,
+    change_json,
+    edited_json,
     few,
     few_and_others,
     user_error,
@@ -248,13 +250,9 @@ def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pic
     base = tmp_path / "base"
     tiny_model("deepseek_v2").save_pretrained(base, max_shard_size="30KB")
     tiny_tokenizer(99).save_pretrained(base)
-    config = json.loads((base / "config.json").read_text()) | {
-        "auto_map": {"AutoConfig": "old.Old"}
-    }
-    (base / "config.json").write_text(json.dumps(config))
-    tokenizer_config = json.loads((base / "tokenizer_config.json").read_text())
-    tokenizer_config.pop("tokenizer_class")
-    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    change_json(base / "config.json", {"auto_map": {"AutoConfig": "old.Old"}})
+    with edited_json(base / "tokenizer_config.json") as tokenizer_config:
+        tokenizer_config.pop("tokenizer_class")
     for name in ("old.py", "pytorch_model.bin", "optimizer.pt", "README.md"):
         (base / name).write_text("x")
     (base / "LICENSE").write_text("Apache-2.0")
@@ -364,8 +362,7 @@ def test_a_checkpoint_that_differs_from_its_record_is_not_undone(tmp_path):
     convert_checkpoint(tmp_path / "base", far, Connectivity("all"))
     record = command_record("calibrate", outputs=model_outputs(far))
     write_sealed(far / "manifest.json", record)
-    config = json.loads((far / "config.json").read_text())
-    (far / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    change_json(far / "config.json", {"rms_norm_eps": 0.5})
     with user_error(r"is not what `fcsd calibrate` wrote .*0\.5"):
         unconvert_checkpoint(far, tmp_path / "back")
 
@@ -503,10 +500,7 @@ def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_pat
     tensors |= {f"{name}_blocks": torch.zeros(4, dtype=torch.uint8) for name in packed}
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config = json.loads((base / "config.json").read_text()) | {
-        "quantization_config": quantisation
-    }
-    (base / "config.json").write_text(json.dumps(config))
+    change_json(base / "config.json", {"quantization_config": quantisation})
     assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [
         0,
         1,
@@ -609,8 +603,7 @@ def empty_a_shard(base):
 
 def config(**changes):
     def change(base):
-        values = json.loads((base / "config.json").read_text()) | changes
-        (base / "config.json").write_text(json.dumps(values))
+        change_json(base / "config.json", changes)
 
     return change
 

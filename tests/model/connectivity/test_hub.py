@@ -21,7 +21,7 @@ from fcsd.model.inspect import inspect_model
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, user_error
 
 COMMIT = "a" * 40
 INDEX = "model.safetensors.index.json"
@@ -43,9 +43,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     tiny_model("qwen3_moe").save_pretrained(folder, max_shard_size="30KB")
     tiny_tokenizer(99).save_pretrained(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"auto_map": {"AutoTokenizer": ["code_tokenizer.CodeTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    change_json(
+        folder / "tokenizer_config.json",
+        {"auto_map": {"AutoTokenizer": ["code_tokenizer.CodeTokenizer", None]}},
+    )
     (folder / "code_tokenizer.py").write_text(CODE)
     (folder / "helper_of_tokenizer.py").write_text('NAME = "code"\n')
     shard = next(folder.glob("model-*.safetensors"))

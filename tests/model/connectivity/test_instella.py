@@ -24,7 +24,7 @@ from tests.float64 import BOUND, in_float64
 from tests.reference.parts import layer_arguments
 from tests.reference.reference import reference_forward
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, user_error
 
 X = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(5))
 LAYERS = 5
@@ -85,8 +85,7 @@ def checkpoint(base, tmp_path):
     def write(**keys):
         folder = tmp_path / "amd"
         base.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | keys))
+        change_json(folder / "config.json", keys)
         return folder
 
     return write

@@ -37,7 +37,7 @@ from tests.reference.multimodal import (
 from tests.reference.parts import arguments_computed_once
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
-from tests.support import WRAPPERS, assert_same_model, few, user_error
+from tests.support import WRAPPERS, assert_same_model, edited_json, few, user_error
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 FLOAT64 = pytest.mark.usefixtures("float64")
@@ -364,12 +364,11 @@ def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):
         model, inputs = tiny_model(name), image_inputs(name)
         base = tmp_path / name / "base"
         model.save_pretrained(base)
-        config = json.loads((base / "config.json").read_text())
-        text = config.pop("text_config")
-        for key in ("model_type", "architectures", "dtype"):
-            text.pop(key, None)
-        config |= text if inside is None else {inside: text}
-        (base / "config.json").write_text(json.dumps(config))
+        with edited_json(base / "config.json") as config:
+            text = config.pop("text_config")
+            for key in ("model_type", "architectures", "dtype"):
+                text.pop(key, None)
+            config |= text if inside is None else {inside: text}
         assert_same_model(load_model(base), model, inputs)
         convert_checkpoint(base, tmp_path / name / "far", Connectivity("moe"))
         convert_model(model, Connectivity("moe"))
@@ -439,11 +438,10 @@ def test_tokenizer_and_processor_of_an_export_load_without_fcsd_and_never_wait(
         ("tokenizer_config.json", "tokenizer_class"),
         ("processor_config.json", "processor_class"),
     ):
-        values = json.loads((base / name).read_text())
-        values.pop(key)
-        if name == "tokenizer_config.json":
-            values.pop("processor_class")
-        (base / name).write_text(json.dumps(values))
+        with edited_json(base / name) as values:
+            values.pop(key)
+            if name == "tokenizer_config.json":
+                values.pop("processor_class")
     convert_checkpoint(base, far, Connectivity("all"))
     code = """
 from PIL import Image

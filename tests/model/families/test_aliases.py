@@ -20,6 +20,7 @@ from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.pipeline.checks import model_config
 from tests.reference.tiny import tiny_config, tiny_model
+from tests.support import edited_json
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 FAR = Connectivity("moe")
@@ -31,13 +32,12 @@ def logits(folder: Path, **options: object) -> torch.Tensor:
 
 
 def rename(folder: Path, name: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    # As published: names of code in the repository, which is never run.
-    config |= {
-        "model_type": name,
-        "auto_map": {"AutoConfig": "configuration_x.XConfig"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_json(folder / "config.json") as config:
+        # As published: names of code in the repository, which is never run.
+        config |= {
+            "model_type": name,
+            "auto_map": {"AutoConfig": "configuration_x.XConfig"},
+        }
 
 
 @pytest.mark.parametrize("name", sorted(ALIASES))

@@ -27,7 +27,7 @@ from fcsd.model.quantised import dequantise
 from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from tests.kills import Places
 from tests.reference.tiny import tiny_model
-from tests.support import in_a_fork, user_error
+from tests.support import change_json, edited_json, in_a_fork, user_error
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 Made = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -319,10 +319,7 @@ def write(
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": settings})
-    )
+    change_json(folder / "config.json", {"quantization_config": settings})
     return expected
 
 
@@ -392,9 +389,9 @@ def write_gpt_oss(
         first = fp4(int(blocks[1, 2, 0, 3]) >> 4) * 2.0 ** (int(scales[1, 2, 0]) - 127)
         assert float(expected[name][1, 7, 2]) == first
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(
+        folder / "config.json", {"quantization_config": {"quant_method": "mxfp4"}}
+    )
     return expected
 
 
@@ -535,9 +532,8 @@ def test_a_packed_tensor_whose_shape_is_no_pair_is_refused(tmp_path: Path) -> No
 
 def test_scales_of_other_blocks_are_refused_by_the_tensors_name(tmp_path: Path) -> None:
     write(tmp_path / "q", *LAYOUTS["block fp8"])
-    config = json.loads((tmp_path / "q" / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [128, 5]
-    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    with edited_json(tmp_path / "q" / "config.json") as config:
+        config["quantization_config"]["weight_block_size"] = [128, 5]
     with user_error(r"tensor 'model\..*scales of shape .*blocks of 128 x 5"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 

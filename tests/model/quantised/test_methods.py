@@ -20,7 +20,7 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.quantised.tensors import missing_tensors, quantised_tensors
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import few, user_error
+from tests.support import change_json, few, user_error
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 ALL = Connectivity("all")
@@ -110,8 +110,7 @@ def quantised(plain: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", changes)
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:

@@ -4,7 +4,6 @@ with what to do.
 The values are those that `test_dequantize` computes one by one, in float64.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from tests.model.quantised.test_dequantize import (
     write_gpt_oss,
 )
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import change_json, edited_json, user_error
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="without a GPU transformers dequantises FP8"
@@ -119,9 +118,8 @@ def test_what_transformers_dequantises_as_the_formula_says_is_loaded(
     for file in plain.glob("*.safetensors*"):
         file.unlink()
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    del config["quantization_config"]
-    (plain / "config.json").write_text(json.dumps(config))
+    with edited_json(plain / "config.json") as config:
+        del config["quantization_config"]
     expected = load_model(plain).state_dict()
     loaded = load_model(tmp_path / "q").state_dict()
     assert loaded.keys() == expected.keys()
@@ -194,9 +192,7 @@ def with_method(folder: Path, method: str) -> Path:
     }
     if method.startswith("bitsandbytes"):
         settings[f"load_in_{method.rpartition('_')[2]}"] = True
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", {"quantization_config": settings})
     return folder
 
 

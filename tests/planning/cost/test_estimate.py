@@ -49,7 +49,9 @@ from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import (
     ROOT,
+    change_json,
     command_words,
+    edited_json,
     few,
     run_command,
     skip_unavailable,
@@ -271,10 +273,7 @@ def few_layers(recipe: Path, number: int = 4) -> Path:
     size does not matter.
     """
     folder = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
-    config = json.loads((folder / "config.json").read_text()) | {
-        "num_hidden_layers": number
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", {"num_hidden_layers": number})
     return recipe
 
 
@@ -787,10 +786,9 @@ def test_experts_that_run_without_being_chosen_are_an_assumption(
 ) -> None:
     path = recipe("Llama-4-Scout-17B-16E")
     file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
-    config = json.loads(file.read_text())
-    config["text_config"] |= {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}
-    config["text_config"].pop("moe_layers", None)
-    file.write_text(json.dumps(config))
+    with edited_json(file) as config:
+        config["text_config"] |= {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+        config["text_config"].pop("moe_layers", None)
     assert any(
         "although a token chooses only" in text
         for text in estimate(load_recipe(path))["assumptions"]

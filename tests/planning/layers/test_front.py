@@ -43,7 +43,7 @@ from tests.planning.layers.test_kinds import ATTENTION, KINDS, without_kl, writt
 from tests.planning.layers.test_study import ROWS, command
 from tests.planning.layers.test_study import model as model
 from tests.planning.layers.test_study import text as text
-from tests.support import evaluate
+from tests.support import edited_json, evaluate
 
 Run = Callable[..., Any]
 
@@ -64,9 +64,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def study_of_lite(folder: Path, kind: str, **changes: Any) -> Path:
     """Write a study of a kind whose model is that of `lite`."""
     path = written(folder / kind, kind, **changes)
-    study = json.loads((path / "layers.json").read_text())
-    study["study"]["model"] = {"path": lite(folder)}
-    (path / "layers.json").write_text(json.dumps(study))
+    with edited_json(path / "layers.json") as study:
+        study["study"]["model"] = {"path": lite(folder)}
     return path
 
 
@@ -437,9 +436,8 @@ def test_where_nothing_saves_time_the_regular_model_is_chosen(
 
 def test_a_study_of_single_layers_alone_has_a_front(tmp_path: Path, run: Run) -> None:
     study = study_of_lite(tmp_path, "mlp")
-    content = json.loads((study / "layers.json").read_text())
-    content["points"] = [p for p in content["points"] if p["side"] == "single"]
-    (study / "layers.json").write_text(json.dumps(content))
+    with edited_json(study / "layers.json") as content:
+        content["points"] = [p for p in content["points"] if p["side"] == "single"]
     figure = tmp_path / "front.png"
     plan = ["plan", tmp_path / "lite", "--length", "512", "--study", study]
     assert "Chosen: " in run(*plan, "--figure", figure)

@@ -25,6 +25,7 @@ from fcsd.planning.layers.proposal import plan_layers, plan_text, study_table
 from fcsd.planning.layers.study import read_study
 from fcsd.report.study_plots import plot_layers
 from tests.planning.cost.test_plan import lite
+from tests.support import change_json, edited_json
 
 NUM_LAYERS = 4
 KINDS = {
@@ -91,12 +92,11 @@ def written(
 
 def without_kl(folder: Path) -> Path:
     """Leave only the scores of tasks in a finished study, which choose its layers then."""
-    study = json.loads((folder / "layers.json").read_text())
-    study["metrics"] = study["metrics"][1:]
-    for point in study["points"]:
-        for weights in point.keys() & {"values", "calibrated"}:
-            del point[weights]["kl"]
-    (folder / "layers.json").write_text(json.dumps(study))
+    with edited_json(folder / "layers.json") as study:
+        study["metrics"] = study["metrics"][1:]
+        for point in study["points"]:
+            for weights in point.keys() & {"values", "calibrated"}:
+                del point[weights]["kl"]
     (folder / "manifest.json").write_text(json.dumps({"inputs": {}}))
     return folder
 
@@ -296,10 +296,7 @@ def test_a_study_of_other_moe_layers_is_refused(
     tmp_path: Path, refused: Refused
 ) -> None:
     folder = written(tmp_path / "s", "both")
-    study = json.loads((folder / "layers.json").read_text())
-    (folder / "layers.json").write_text(
-        json.dumps(study | {"moe_layers": [0, 1, 2, 3]})
-    )
+    change_json(folder / "layers.json", {"moe_layers": [0, 1, 2, 3]})
     refused(
         ["plan", lite(tmp_path), "--study", str(folder)],
         r"the study's MoE layers are 0-3, those of the model 1-3",

@@ -57,7 +57,7 @@ from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.layers.test_kinds import without_kl
 from tests.reference.tiny import tiny_model
-from tests.support import command_words, evaluate, run_command, user_error
+from tests.support import command_words, edited_json, evaluate, run_command, user_error
 
 NUM_LAYERS = 4
 ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "response"}
@@ -254,10 +254,9 @@ def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
     folder = tmp_path / "study"
     shutil.copytree(calibrated, folder)
     (folder / "manifest.json").unlink()
-    begun = json.loads((folder / "layers.json").read_text())
-    begun["points"] = begun["points"][:3]
-    del begun["sha256"]
-    (folder / "layers.json").write_text(json.dumps(begun))
+    with edited_json(folder / "layers.json") as begun:
+        begun["points"] = begun["points"][:3]
+        del begun["sha256"]
     assert main(calibrated_command(model, text, other_text, folder)) == 0
     assert (folder / "layers.json").read_bytes() == (
         calibrated / "layers.json"

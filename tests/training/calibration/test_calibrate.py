@@ -52,7 +52,7 @@ from tests.examples import pack
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import few, user_error
+from tests.support import change_json, few, user_error
 
 CPU = Launch(torch.device("cpu"), Engine("one"))
 ALL = Connectivity("all")
@@ -694,10 +694,7 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
         calls = iter(range(9))
         shutil.copy(killed(tmp_path / "another", text(8, seed=1)), streams)
     elif what == "config":
-        config = json.loads((work / "model" / "config.json").read_text())
-        (work / "model" / "config.json").write_text(
-            json.dumps(config | {"num_experts_per_tok": 1})
-        )
+        change_json(work / "model" / "config.json", {"num_experts_per_tok": 1})
     elif what == "state":
         state = (work / "state.json").read_text()
         (work / "state.json").write_text(state.replace('"layer": 1', '"layer": 0'))
