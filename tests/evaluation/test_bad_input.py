@@ -418,40 +418,6 @@ def samples_text(*samples: Any) -> bytes:
 
 
 # no time in a test's name
-TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("s.jsonl", b"", "{file}: holds no samples; a line is"),
-        ("s.jsonl", b"\n \n", "{file}: holds no samples; a line is"),
-        ("s.jsonl", b"\xff\xfe", "{file}: is not a .jsonl or .jsonl.gz file of UTF-8 text"),
-        ("s.jsonl.gz", samples_text(*SOLUTIONS), "{file}: is not a .jsonl or .jsonl.gz file of UTF-8 text (Not a"),
-        ("s.jsonl.gz", TRUNCATED, "{file}: is not a .jsonl or .jsonl.gz file of UTF-8"),
-        ("s.jsonl", json.dumps(SOLUTIONS).encode(), "{file}, line 1: a JSON object is needed, got list"),
-        ("s.jsonl", samples_text(*SOLUTIONS, {"task_id": "Mbpp/7", "solution": "x"}),
-         "{file}, line 4: 'Mbpp/7' is not a problem of this data set (it has 1000, 1001, 1002)"),
-        ("s.jsonl", samples_text(*SOLUTIONS[:2]), "{file}: 1 of 3 problems have no sample (the first is 1002)"),
-        ("s.jsonl", samples_text({"task_id": 1000, "text": "x"}), "{file}, line 1: no 'solution' (a whole program)"),
-    ],
-)  # fmt: skip
-def test_a_file_of_samples_that_cannot_be_graded_is_refused_with_its_line(
-    name: str,
-    content: bytes,
-    message: str,
-    root: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = root.parent / name
-    file.write_bytes(content)
-    said = error_of(
-        command_words(
-            "evaluate --samples", file, "--tasks mbpp_plus --data-root", root
-        ),
-        capsys,
-    )
-    assert said.startswith(message.format(file=file))
 
 
 def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_their_own_result(

@@ -2,6 +2,7 @@
 by a stand-in for EvalPlus.
 """
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -41,6 +42,14 @@ def lines(path: Path, *samples: Any) -> Path:
     return path
 
 
+def graded(
+    samples: Path, dataset: str | None, data_root: Path, **options: Any
+) -> dict[str, Any]:
+    return score_file(
+        Scoring(samples=samples, dataset=dataset, data_root=data_root, **options)
+    )
+
+
 def test_solutions_are_graded_and_the_result_can_be_compared(
     root: Path, tmp_path: Path
 ) -> None:
@@ -57,14 +66,7 @@ def test_solutions_are_graded_and_the_result_can_be_compared(
                 for i, p in zip(ids, programs, strict=True)
             ),
         )
-        score_file(
-            Scoring(
-                samples=file,
-                dataset="mbpp_plus",
-                data_root=root,
-                output=tmp_path / name,
-            )
-        )
+        graded(file, "mbpp_plus", root, output=tmp_path / name)
         result, samples = read_result(tmp_path / name)
         both.append({"result": result, "samples": samples})
     task = both[1]["result"]["tasks"]["mbpp_plus"]
@@ -81,11 +83,7 @@ def test_solutions_are_graded_and_the_result_can_be_compared(
     with user_error(r"differs from .* \(results\.json: "):
         read_result(tmp_path / "b")
     # graded again, it is whole
-    score_file(
-        Scoring(
-            samples=file, dataset="mbpp_plus", data_root=root, output=tmp_path / "b"
-        )
-    )
+    graded(file, "mbpp_plus", root, output=tmp_path / "b")
     assert (
         read_result(tmp_path / "b")[0]["tasks"]["mbpp_plus"]["outcomes"]
         == (task["outcomes"])
@@ -103,13 +101,7 @@ def test_several_samples_of_a_problem_give_pass_at_k(
         for i, goods in enumerate([(1, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)])
         for good in goods
     ]
-    result = score_file(
-        Scoring(
-            samples=lines(tmp_path / "s.jsonl", *samples),
-            dataset="humaneval_plus",
-            data_root=root,
-        )
-    )
+    result = graded(lines(tmp_path / "s.jsonl", *samples), "humaneval_plus", root)
     task = result["tasks"]["humaneval_plus"]
     assert task["pass_at_k"] == {"1": pytest.approx(0.4), "5": pytest.approx(2 / 3)}
     assert task["value"] == pytest.approx(0.4)
@@ -135,13 +127,11 @@ def test_fewer_samples_than_pass_at_k_needs_are_refused_before_any_program_runs(
     with user_error(
         r"HumanEval/1 has 1 samples, but pass@2 of task humaneval_plus needs 2 of"
     ):
-        score_file(
-            Scoring(
-                samples=lines(tmp_path / "s.jsonl", *samples),
-                dataset="humaneval_plus",
-                suite=str(suite),
-                data_root=root,
-            )
+        graded(
+            lines(tmp_path / "s.jsonl", *samples),
+            "humaneval_plus",
+            root,
+            suite=str(suite),
         )
 
 
@@ -164,67 +154,67 @@ def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
     }
 
 
+SAMPLE = '{"task_id": 1000, "solution": "x"}'
+PACKED = gzip.compress(SAMPLE.encode())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"s\.jsonl: holds no samples"),
-        ("\n \n", r"holds no samples"),
-        (
-            '{"task_id": 7, "solution": "x"}',
-            r"line 1: 7 is not a problem of this data set \(it has 1000, 1001, 1002\)",
-        ),
-        (
-            '{"task_id": "Mbpp/7", "solution": "x"}',
-            r"line 1: 'Mbpp/7' is not a problem",
-        ),
+        ("", r"s\.jsonl: holds no samples; a line is"),
+        ("\n \n", r"holds no samples; a line is"),
+        (SAMPLE.replace("1000", "7"), r"line 1: 7 is not a problem of this data set \(it has 1000, 1001, 1002\)"),
+        (SAMPLE.replace("1000", '"Mbpp/7"'), r"line 1: 'Mbpp/7' is not a problem"),
         ('{"solution": "x"}', r"line 1: task_id: text or a number is needed, got None"),
-        (
-            '{"task_id": 1000}',
-            r"line 1: no 'solution' \(a whole program\) and no 'completion'",
-        ),
-        (
-            '{"task_id": 1000, "solution": 5}',
-            r"line 1: solution: text is needed, got int",
-        ),
-        (
-            '{"task_id": 1000, "solution": "x"}\n[]',
-            r"line 2: a JSON object is needed, got list",
-        ),
-        ('{"task_id": 1000, "solution": "x"', r"line 1: not valid JSON"),
-        (
-            '{"task_id": 1000, "solution": "x"}',
-            r"2 of 3 problems have no sample \(the first is 1001\);.*--partial",
-        ),
+        ('{"task_id": 1000}', r"line 1: no 'solution' \(a whole program\) and no 'completion'"),
+        (SAMPLE.replace('"x"', "5"), r"line 1: solution: text is needed, got int"),
+        (f"{SAMPLE}\n[]", r"line 2: a JSON object is needed, got list"),
+        (SAMPLE[:-1], r"line 1: not valid JSON"),
+        (SAMPLE, r"2 of 3 problems have no sample \(the first is 1001\);.*--partial"),
+        (b"\xff\xfe", r"s\.jsonl: is not a \.jsonl or \.jsonl\.gz file of UTF-8 text"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_file_of_samples_is_one_line(
-    root: Path, tmp_path: Path, text: str, message: str
+    root: Path, tmp_path: Path, text: str | bytes, message: str
 ) -> None:
     path = tmp_path / "s.jsonl"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with user_error(message):
-        score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=root))
+        graded(path, "mbpp_plus", root)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (SAMPLE.encode(), r"UTF-8 text \(Not a"),
+        (PACKED[:-9], "UTF-8"),
+    ],
+    ids=["not packed", "cut"],
+)
+def test_a_packed_file_of_samples_that_is_none_is_named(
+    root: Path, tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "s.jsonl.gz"
+    path.write_bytes(content)
+    with user_error(
+        rf"s\.jsonl\.gz: is not a \.jsonl or \.jsonl\.gz file of {message}"
+    ):
+        graded(path, "mbpp_plus", root)
 
 
 def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": "x"})
     with user_error(r"nothing\.jsonl: no such file"):
-        score_file(
-            Scoring(
-                samples=tmp_path / "nothing.jsonl", dataset="mbpp_plus", data_root=root
-            )
-        )
+        graded(tmp_path / "nothing.jsonl", "mbpp_plus", root)
     for place, problem in (("folder", "is a folder"), ("pipe", "is a named pipe")):
         if place == "pipe":
             os.mkfifo(tmp_path / place)
         else:
             (tmp_path / place).mkdir()
         with user_error(f"{place}: {problem}, a"):
-            score_file(
-                Scoring(samples=tmp_path / place, dataset="mbpp_plus", data_root=root)
-            )
+            graded(tmp_path / place, "mbpp_plus", root)
     with user_error(r"task mbpp_plus: .*no such folder; the data root must hold"):
-        score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=tmp_path))
+        graded(path, "mbpp_plus", tmp_path)
 
 
 def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
@@ -322,26 +312,20 @@ def test_answers_are_graded_by_lm_evals_filters_and_metric(
     root: Path, tmp_path: Path
 ) -> None:
     for suite, column in (("paper11", 1), ("camoe9", 2)):
-        score_file(
-            Scoring(
-                samples=answers(tmp_path / "a.jsonl"),
-                dataset="gsm8k",
-                data_root=root,
-                output=tmp_path / suite,
-                suite=suite,
-            )
+        graded(
+            answers(tmp_path / "a.jsonl"),
+            "gsm8k",
+            root,
+            output=tmp_path / suite,
+            suite=suite,
         )
         result, kept = read_result(tmp_path / suite)
         assert [sample["score"] for sample in kept["gsm8k"]] == [
             answer[column] for answer in ANSWERS
         ]
         assert result["tasks"]["gsm8k"]["num_fewshot"] == 5 and result["complete"]
-    same = score_file(
-        Scoring(
-            samples=answers(tmp_path / "a.jsonl", task="gsm8k"),
-            dataset=None,
-            data_root=root,
-        )
+    same = graded(
+        answers(tmp_path / "a.jsonl", task="gsm8k"), None, root
     )  # the lines say it
     assert same["tasks"]["gsm8k"]["value"] == 1
 
@@ -359,9 +343,7 @@ def test_what_a_model_said_is_graded_as_when_it_was_evaluated_and_compared_with_
         model, tiny_tokenizer(), suite, data_root=root, batch_size=4, progress=False
     )
     file = lines(tmp_path / "s.jsonl", *samples["gsm8k"])
-    score_file(
-        Scoring(samples=file, dataset="gsm8k", data_root=root, output=tmp_path / "out")
-    )
+    graded(file, "gsm8k", root, output=tmp_path / "out")
     again, kept = read_result(tmp_path / "out")
     assert kept["gsm8k"] == samples["gsm8k"]
     comparison = compare(
@@ -373,14 +355,7 @@ def test_what_a_model_said_is_graded_as_when_it_was_evaluated_and_compared_with_
         {key: s[key] for key in ("prompt_hash", "completion")}
         for s in reversed(samples["gsm8k"])
     ]
-    score_file(
-        Scoring(
-            samples=lines(file, *named),
-            dataset="gsm8k",
-            data_root=root,
-            output=tmp_path / "out",
-        )
-    )
+    graded(lines(file, *named), "gsm8k", root, output=tmp_path / "out")
     assert read_result(tmp_path / "out")[1] == kept
 
 
@@ -396,25 +371,21 @@ def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(
         for i, text in enumerate(texts)
     ]
     options: dict[str, Any] = {"data_root": root, "suite": "camoe9"}
-    score_file(
-        Scoring(
-            samples=lines(tmp_path / "s.jsonl", *rows),
-            dataset="gsm8k",
-            output=tmp_path / "out",
-            thinking=True,
-            **options,
-        )
+    graded(
+        lines(tmp_path / "s.jsonl", *rows),
+        "gsm8k",
+        output=tmp_path / "out",
+        thinking=True,
+        **options,
     )
     result, kept = read_result(tmp_path / "out")
     assert result["tasks"]["gsm8k"]["value"] == 0.5
     assert kept["gsm8k"][1]["scores"] == [1, 0]
     assert kept["gsm8k"][1]["completions"][0] == "#### 4"
     assert (
-        score_file(
-            Scoring(
-                samples=answers(tmp_path / "u.jsonl", texts), dataset="gsm8k", **options
-            )
-        )["tasks"]["gsm8k"]["value"]
+        graded(answers(tmp_path / "u.jsonl", texts), "gsm8k", **options)["tasks"][
+            "gsm8k"
+        ]["value"]
         == 0
     )
 
@@ -443,10 +414,8 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(
     with user_error(
         r"1 of 6 documents have no answer \(the first is high/1\); .*--partial"
     ):
-        score_file(Scoring(samples=file, dataset="both", **options))
-    task = score_file(Scoring(samples=file, dataset="both", partial=True, **options))[
-        "tasks"
-    ]["both"]
+        graded(file, "both", **options)
+    task = graded(file, "both", partial=True, **options)["tasks"]["both"]
     assert (task["value"], task["num_items"], task["num_items_total"]) == (1, 5, 6)
 
 
@@ -467,13 +436,7 @@ def test_a_bad_file_of_answers_is_one_line(
     root: Path, tmp_path: Path, row: Any, message: str
 ) -> None:
     with user_error(message):
-        score_file(
-            Scoring(
-                samples=lines(tmp_path / "s.jsonl", row),
-                dataset="gsm8k",
-                data_root=root,
-            )
-        )
+        graded(lines(tmp_path / "s.jsonl", row), "gsm8k", root)
 
 
 def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
@@ -484,22 +447,16 @@ def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
         r"a\.jsonl, line 1: doc_hash belongs to another document than gsm8k's 0: the"
         r" data set"
     ):
-        score_file(Scoring(samples=other, dataset="gsm8k", data_root=root))
+        graded(other, "gsm8k", root)
     uneven = lines(
         other, *({"doc_id": i, "completions": ["1"] * (1 + i % 2)} for i in range(3))
     )
     with user_error(r"1 to 2 answers per document; it needs the same number for every"):
-        score_file(Scoring(samples=uneven, dataset="gsm8k", data_root=root))
+        graded(uneven, "gsm8k", root)
     with user_error("task piqa: is scored by likelihood, which a file of answers does"):
-        score_file(
-            Scoring(
-                samples=answers(tmp_path / "p.jsonl"), dataset="piqa", data_root=root
-            )
-        )
+        graded(answers(tmp_path / "p.jsonl"), "piqa", root)
     with user_error(r"line 1: names no task; add a key 'task', or give --tasks"):
-        score_file(
-            Scoring(samples=answers(tmp_path / "n.jsonl"), dataset=None, data_root=root)
-        )
+        graded(answers(tmp_path / "n.jsonl"), None, root)
 
 
 def test_one_file_may_hold_programs_and_answers(
