@@ -190,17 +190,12 @@ def test_what_a_stage_left_is_the_same_in_another_folder(
     ("file", "old", "new", "said"),
     [
         ("model/model.safetensors", b"\0\0\x80?", b"\0\0\0@", "model: "),
-        (
-            "model/config.json",
-            b'_tok": 2',
-            b'_tok": 1',
-            r"model/config\.json\.num_experts_per_tok: 2 -> 1",
-        ),
+        ("model/config.json", b'_tok": 2', b'_tok": 1', r"model/config\.json\.num_experts_per_tok: 2 -> 1"),
         ("model/tokenizer.json", b"a b", b"b a", r"model/tokenizer\.json: "),
         ("history.jsonl", b"1.25", b"1.15", r"history\.jsonl: "),
         ("scores.json", b"0.25", b"0.75", r"scores\.json: "),
     ],
-)
+)  # fmt: skip
 def test_a_result_that_is_not_what_a_stage_left_is_named_with_what_to_do(
     finished: Path, file: str, old: bytes, new: bytes, said: str
 ) -> None:

@@ -209,38 +209,13 @@ def lose_tensor(folder: Path) -> None:
 CHECKPOINTS: list[tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = [
     ("unknown model type", {"model_type": "qwen9_moe"}, None, r"qwen9_moe"),
     ("dense model", {"model_type": "qwen3"}, None, r"qwen3"),
-    (
-        "truncated weights",
-        {},
-        truncate,
-        r"model\.safetensors: .*(truncated|damaged|incomplete)",
-    ),
+    ("truncated weights", {}, truncate, r"model\.safetensors: .*(truncated|damaged|incomplete)"),
     ("corrupt weights", {}, corrupt, r"model\.safetensors: "),
-    (
-        "missing tensor",
-        {},
-        lose_tensor,
-        r"1 tensors are missing, the first is 'lm_head\.weight'",
-    ),
-    (
-        "no weights",
-        {},
-        lambda folder: (folder / "model.safetensors").unlink(),
-        r"no weights|no \.safetensors|holds no",
-    ),
-    (
-        "no config",
-        {},
-        lambda folder: (folder / "config.json").unlink(),
-        r"config\.json: no such file",
-    ),
-    (
-        "invalid config",
-        {},
-        lambda folder: (folder / "config.json").write_text("{"),
-        r"config\.json: not valid JSON",
-    ),
-]
+    ("missing tensor", {}, lose_tensor, r"1 tensors are missing, the first is 'lm_head\.weight'"),
+    ("no weights", {}, lambda folder: (folder / "model.safetensors").unlink(), r"no weights|no \.safetensors|holds no"),
+    ("no config", {}, lambda folder: (folder / "config.json").unlink(), r"config\.json: no such file"),
+    ("invalid config", {}, lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not valid JSON"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -332,33 +307,12 @@ ROW = (
 @pytest.mark.parametrize(
     ("text", "keys", "message"),
     [
-        (
-            '{"prompt": "a"}\n',
-            {},
-            (
-                r"no column 'messages'; it has 'prompt'; name the right ones under"
-                r" `columns`"
-            ),
-        ),
+        ('{"prompt": "a"}\n', {}, (r"no column 'messages'; it has 'prompt'; name the right ones under `columns`")),
         ("", {}, r"other\.jsonl.*empty"),
         ('{"messages": [\n', {}, r"other\.jsonl"),
-        (
-            '{"messages": "hello"}\n',
-            {},
-            r"column 'messages': needs a list of messages with 'role' and 'content', or",
-        ),
-        (
-            ROW,
-            {},
-            (
-                r"has 1 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data"
-            ),
-        ),
-        (
-            ROW,
-            {"streaming": True},
-            r"data.train.0.streaming: fcsd tokenizes every source once",
-        ),
+        ('{"messages": "hello"}\n', {}, r"column 'messages': needs a list of messages with 'role' and 'content', or"),
+        (ROW, {}, (r"has 1 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data")),
+        (ROW, {"streaming": True}, r"data.train.0.streaming: fcsd tokenizes every source once"),
         (ROW, {"split": "test"}, r"other\.jsonl"),
     ],
     ids=[
@@ -370,7 +324,7 @@ ROW = (
         "a key of former times",
         "unknown split",
     ],
-)
+)  # fmt: skip
 def test_data_that_cannot_be_used_is_refused(
     bench: Bench, refused: Refused, text: str, keys: dict[str, Any], message: str
 ) -> None:
@@ -679,23 +633,14 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "--variant sft",
-            "--variant needs --only pretrain or",
-        ),
+        ("--variant sft", "--variant needs --only pretrain or"),
         ("--only convert --verify", "--verify needs --only cache-teacher; add it"),
         ("--show-rows 3", "--show-rows needs --only tokenize; add it"),
         ("--show --only convert", "--show and --only are both given; leave one out"),
-        (
-            "--only convert --json",
-            "--json prints the report, but this command does not write one",
-        ),
-        (
-            "--show --json",
-            "--json prints the report, but this command does not write one",
-        ),
+        ("--only convert --json", "--json prints the report, but this command does not write one"),
+        ("--show --json", "--json prints the report, but this command does not write one"),
     ],
-)
+)  # fmt: skip
 def test_an_option_that_the_stage_does_not_have_is_refused(
     bench: Bench, refused: Refused, options: str, message: str
 ) -> None:

@@ -137,14 +137,9 @@ def test_held_out_text_has_a_line_where_it_loses_something(
 @pytest.mark.parametrize(
     ("example", "missing"),
     [
-        (
-            {"messages": [{"role": "user", "content": "hi"}]},
-            "column 'messages' has no message of an assistant",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "hi"}]},
-            "column 'conversations' has no message of an assistant",
-        ),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "column 'messages' has no message of an assistant"),
+        ({"conversations": [{"from": "human", "value": "hi"}]},
+         "column 'conversations' has no message of an assistant"),
         ({"text": ""}, "column 'text' has no text of two tokens"),
         (tokens(*NO * 3), "column 'labels' has only the label -100"),
         ({"input_ids": [3]}, "column 'input_ids' has no example of two tokens"),
@@ -153,12 +148,10 @@ def test_held_out_text_has_a_line_where_it_loses_something(
             "column 'messages' has no message of an assistant that has text and loss"
             " (one with `weight: 0`, `train: false` or the like has none)",
         ),
-        (
-            {"input_ids": [3, 4, 5], "completion_mask": [1, 0, 0]},
-            "'completion_mask' mark no token after an example's first",
-        ),
+        ({"input_ids": [3, 4, 5], "completion_mask": [1, 0, 0]},
+         "'completion_mask' mark no token after an example's first"),
     ],
-)
+)  # fmt: skip
 def test_data_without_an_answer_do_not_get_the_advice_of_longer_rows(
     example: dict[str, Any], missing: str
 ) -> None:

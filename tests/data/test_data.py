@@ -339,57 +339,20 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
 @pytest.mark.parametrize(
     ("template", "example", "columns", "message"),
     [
-        (
-            None,
-            {"m": CONVERSATION},
-            {"messages": "m"},
-            "no chat template, needed for prompts and messages",
-        ),
-        (
-            REFUSING_TEMPLATE,
-            {"m": CONVERSATION},
-            {"messages": "m"},
-            "refuses an example: a user speaks first",
-        ),
-        (
-            PLAIN_TEMPLATE,
-            {"m": "hello"},
-            {"messages": "m"},
-            "column 'm': needs a list of messages .* got 'hello'",
-        ),
-        (
-            PLAIN_TEMPLATE,
-            {"m": [{"from": "x"}]},
-            {"messages": "m"},
-            "or 'from' and 'value'; got",
-        ),
-        (
-            PLAIN_TEMPLATE,
-            {"m": [{"from": "bing", "value": "x"}]},
-            {"messages": "m"},
-            "a message from 'bing'; allowed: human, user, gpt, assistant, system",
-        ),
-        (
-            PLAIN_TEMPLATE,
-            {"p": 3, "r": ""},
-            {"prompt": "p", "response": "r"},
-            "column 'p': text is needed, got 3",
-        ),
+        (None, {"m": CONVERSATION}, {"messages": "m"}, "no chat template, needed for prompts and messages"),
+        (REFUSING_TEMPLATE, {"m": CONVERSATION}, {"messages": "m"}, "refuses an example: a user speaks first"),
+        (PLAIN_TEMPLATE, {"m": "hello"}, {"messages": "m"}, "column 'm': needs a list of messages .* got 'hello'"),
+        (PLAIN_TEMPLATE, {"m": [{"from": "x"}]}, {"messages": "m"}, "or 'from' and 'value'; got"),
+        (PLAIN_TEMPLATE, {"m": [{"from": "bing", "value": "x"}]}, {"messages": "m"},
+         "a message from 'bing'; allowed: human, user, gpt, assistant, system"),
+        (PLAIN_TEMPLATE, {"p": 3, "r": ""}, {"prompt": "p", "response": "r"}, "column 'p': text is needed, got 3"),
         (None, {"t": None}, {"text": "t"}, "column 't': text is needed, got None"),
-        (
-            PLAIN_TEMPLATE,
-            {"m": [{"role": "user", "content": 5}]},
-            {"messages": "m"},
-            "'content', both text, .* got {'role': 'user', 'content': 5}",
-        ),
-        (
-            PLAIN_TEMPLATE,
-            {"p": "a", "i": 5, "r": "b"},
-            {"prompt": "p", "input": "i", "response": "r"},
-            "column 'i': text is needed, got 5",
-        ),
+        (PLAIN_TEMPLATE, {"m": [{"role": "user", "content": 5}]}, {"messages": "m"},
+         "'content', both text, .* got {'role': 'user', 'content': 5}"),
+        (PLAIN_TEMPLATE, {"p": "a", "i": 5, "r": "b"}, {"prompt": "p", "input": "i", "response": "r"},
+         "column 'i': text is needed, got 5"),
     ],
-)
+)  # fmt: skip
 def test_an_example_that_cannot_be_read_is_refused_with_the_reason(
     template, example, columns, message
 ):
@@ -866,26 +829,14 @@ def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        (
-            "rows.csv",
-            (
-                r"load_dataset\('csv', data_files=PATH,"
-                r" split='train'\)\.to_json\('rows\.jsonl'\) writes one"
-            ),
-        ),
-        (
-            "rows.tsv",
-            (
-                r"load_dataset\('csv', data_files=PATH, sep='\\t',"
-                r" split='train'\)\.to_json"
-            ),
-        ),
+        ("rows.csv", (r"load_dataset\('csv', data_files=PATH, split='train'\)\.to_json\('rows\.jsonl'\) writes one")),
+        ("rows.tsv", (r"load_dataset\('csv', data_files=PATH, sep='\\t', split='train'\)\.to_json")),
         ("rows.txt", r"load_dataset\('text', data_files=PATH"),
         ("rows.arrow", r"load_dataset\('arrow', data_files=PATH"),
         ("rows.jsonl.gz", "unpack it first"),
         ("rows", "a .jsonl file has one JSON object per line"),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
     name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -313,18 +313,12 @@ def test_a_template_that_puts_texts_together_is_given_json_text(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (
-            "{city: Bonn}",
-            "arguments of a call: JSON text is needed, got '{city: Bonn}'",
-        ),
-        (
-            '"Bonn"',
-            "the arguments of a call of 'look' must be an object, or JSON text of one",
-        ),
+        ("{city: Bonn}", "arguments of a call: JSON text is needed, got '{city: Bonn}'"),
+        ('"Bonn"', "the arguments of a call of 'look' must be an object, or JSON text of one"),
         ("[1]", "the arguments of a call of 'look' must be an object"),
         (5, "the arguments of a call of 'look' must be an object"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_are_no_object_are_refused(arguments: Any, reason: str) -> None:
     assert reason in refusal(calling(arguments), CALLING_TEMPLATE)
 
@@ -342,19 +336,9 @@ CALLED = '<|user|>2+2?<|eos|><|assistant|>[look {"x": 1}]<|eos|>'
 @pytest.mark.parametrize(
     "message",
     [
-        {
-            "role": "assistant",
-            "function_call": {"name": "look", "arguments": '{"x": 1}'},
-        },
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"name": "look", "arguments": {"x": 1}}],
-        },
-        {
-            "role": "assistant",
-            "tool_calls": '[{"function": {"name": "look", "arguments": {"x": 1}}}]',
-        },
+        {"role": "assistant", "function_call": {"name": "look", "arguments": '{"x": 1}'}},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {"x": 1}}]},
+        {"role": "assistant", "tool_calls": '[{"function": {"name": "look", "arguments": {"x": 1}}}]'},
         {"role": "tool_call", "content": '{"name": "look", "arguments": {"x": 1}}'},
         {"from": "function_call", "value": '[{"name": "look", "arguments": {"x": 1}}]'},
     ],
@@ -365,7 +349,7 @@ CALLED = '<|user|>2+2?<|eos|><|assistant|>[look {"x": 1}]<|eos|>'
         "ms-swift",
         "LLaMA-Factory",
     ],
-)
+)  # fmt: skip
 def test_calls_in_other_forms_are_calls(message: dict[str, Any]) -> None:
     text, learned = tokens_of([CHAT[1], message], CALLING_TEMPLATE)
     assert text == CALLED
@@ -586,46 +570,17 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
 @pytest.mark.parametrize(
     ("index", "keys", "reason"),
     [
-        (
-            2,
-            {"weight": 0.5},
-            "a message with weight: 0.5; only 0 and 1, or false and true, are allowed",
-        ),
+        (2, {"weight": 0.5}, "a message with weight: 0.5; only 0 and 1, or false and true, are allowed"),
         (2, {"train": "no"}, "a message with train: 'no'"),
-        (
-            2,
-            {"weight": 0, "train": True},
-            "message 3: its keys weight, train, .* contradict each other",
-        ),
-        (
-            1,
-            {"train": True},
-            (
-                "message 2, of role 'user', is marked with loss, but `loss_on:"
-                " response` puts"
-            ),
-        ),
-        (
-            2,
-            {"train_detail": [{"begin_offset": 0}]},
-            "a message with a key 'train_detail': loss applies to whole messages",
-        ),
+        (2, {"weight": 0, "train": True}, "message 3: its keys weight, train, .* contradict each other"),
+        (1, {"train": True}, ("message 2, of role 'user', is marked with loss, but `loss_on: response` puts")),
+        (2, {"train_detail": [{"begin_offset": 0}]},
+         "a message with a key 'train_detail': loss applies to whole messages"),
         (2, {"mask": 1}, "a message with a key 'mask': it may mean with or without"),
-        (
-            1,
-            {"images": ["a.png"]},
-            "a message with a key 'images': fcsd distils text only",
-        ),
-        (
-            2,
-            {"refusal": "I cannot"},
-            (
-                "a message with a key 'refusal': put the assistant's text under"
-                " 'content'"
-            ),
-        ),
+        (1, {"images": ["a.png"]}, "a message with a key 'images': fcsd distils text only"),
+        (2, {"refusal": "I cannot"}, ("a message with a key 'refusal': put the assistant's text under 'content'")),
     ],
-)
+)  # fmt: skip
 def test_a_key_that_cannot_be_followed_is_refused(
     index: int, keys: dict[str, Any], reason: str
 ) -> None:
@@ -798,18 +753,13 @@ def test_options_of_an_example_reach_its_chat_template() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (
-            {"enable_thinking": False},
-            (
-                "its chat template reads no 'enable_thinking'; take it out of"
-                " chat_template_kwargs"
-            ),
-        ),
+        ({"enable_thinking": False},
+         "its chat template reads no 'enable_thinking'; take it out of chat_template_kwargs"),
         ({"tokenize": False}, "its chat template is given 'tokenize' by fcsd"),
         ({"chat_template": "x"}, "its chat template is given 'chat_template' by fcsd"),
         ([1], "needs names and values of options of the chat template"),
     ],
-)
+)  # fmt: skip
 def test_options_that_a_template_does_not_read_are_refused(
     options: Any, reason: str
 ) -> None:
@@ -1101,21 +1051,12 @@ def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(
 @pytest.mark.parametrize(
     ("example", "reason"),
     [
-        (
-            {"p": "a", "c": CHAT[2:3]},
-            "columns 'p' and 'c': both must be text or both lists of messages",
-        ),
+        ({"p": "a", "c": CHAT[2:3]}, "columns 'p' and 'c': both must be text or both lists of messages"),
         ({"p": CHAT[:2], "c": "a"}, "column 'c': needs a list of messages"),
-        (
-            {"p": "a", "c": "b", "system": "be brief"},
-            "column 'system': works with messages, not with a literal prompt",
-        ),
-        (
-            {"p": "a", "c": "b", "tools": [{"name": "x"}]},
-            "column 'tools': works with messages",
-        ),
+        ({"p": "a", "c": "b", "system": "be brief"}, "column 'system': works with messages, not with a literal prompt"),
+        ({"p": "a", "c": "b", "tools": [{"name": "x"}]}, "column 'tools': works with messages"),
     ],
-)
+)  # fmt: skip
 def test_a_completion_that_only_a_template_could_write_is_refused(
     example: dict[str, Any], reason: str
 ) -> None:

@@ -279,14 +279,9 @@ def test_forms_of_json_files_are_read(
         {"text": "a \ud83d b"},
         {"prompt": "a", "completion": "\ud83d"},
         {"prompt": "\ude00", "response": "b"},
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b\ud83d"},
-            ]
-        },
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\ud83d"}]},
     ],
-)
+)  # fmt: skip
 def test_half_a_character_is_a_bad_row(tmp_path: Path, example: dict[str, Any]) -> None:
     path = json_lines(tmp_path, [example])
     source = SourceConfig(path=str(path), columns=None)

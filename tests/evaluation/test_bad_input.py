@@ -242,25 +242,13 @@ def test_unknown_suites_and_places_that_cannot_be_used_are_refused(
     file = tmp_path / "file"
     file.write_text("x")
     for options, message in (
-        (
-            {"suite": "paper12"},
-            "suite 'paper12': no such suite; did you mean 'paper11'?",
-        ),
-        (
-            {"data-root": tmp_path / "none"},
-            f"{tmp_path}/none: no such folder (data root)",
-        ),
-        (
-            {"output": file},
-            f"{file}: is a file; stage 'evaluate' needs a separate folder",
-        ),
+        ({"suite": "paper12"}, "suite 'paper12': no such suite; did you mean 'paper11'?"),
+        ({"data-root": tmp_path / "none"}, f"{tmp_path}/none: no such folder (data root)"),
+        ({"output": file}, f"{file}: is a file; stage 'evaluate' needs a separate folder"),
         ({"cache": file}, f"{file}: is a file; finished tasks need a folder"),
-        (
-            {"output": model},
-            f"{model}: is not empty and was not made by stage 'evaluate'",
-        ),
+        ({"output": model}, f"{model}: is not empty and was not made by stage 'evaluate'"),
         ({"limit": 0}, "--limit: Input should be greater than 0, got 0"),
-    ):
+    ):  # fmt: skip
         assert error_of(words(model, root, PIQA, **options), capsys).startswith(message)
 
 

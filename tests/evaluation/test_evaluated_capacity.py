@@ -66,16 +66,10 @@ def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> 
     ("options", "message"),
     [
         (["--capacity-factor", "1.5"], "capacity_factor: needs batch_size 1, not 16"),
-        (
-            ["--capacity-factor", "-1", "--batch-size", "1"],
-            "--capacity-factor: Input should be greater than 0, got -1",
-        ),
-        (
-            ["--capacity-drop", "weight"],
-            "capacity_drop: 'weight' has no meaning without capacity_factor",
-        ),
+        (["--capacity-factor", "-1", "--batch-size", "1"], "--capacity-factor: Input should be greater than 0, got -1"),
+        (["--capacity-drop", "weight"], "capacity_drop: 'weight' has no meaning without capacity_factor"),
     ],
-)
+)  # fmt: skip
 def test_a_capacity_that_has_no_meaning_is_one_line(
     place: Path,
     tmp_path: Path,

@@ -47,23 +47,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "t_group": {"group": "t_group", "task": ["t_one", "t_two"]},
     "t_one": CHOICE,
     "t_two": CHOICE | {"test_split": "train"},
-    "t_mistakes": (
-        CHOICE
-        | {
-            "metric_list": [
-                {"metric": "acc", "aggregation": "mean", "higher_is_better": False}
-            ]
-        }
-    ),
-    "t_median": (
-        CHOICE
-        | {
-            "metric_list": [
-                {"metric": "acc", "aggregation": "median", "higher_is_better": True}
-            ]
-        }
-    ),
-}
+    "t_mistakes": CHOICE | {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": False}]},
+    "t_median": CHOICE | {"metric_list": [{"metric": "acc", "aggregation": "median", "higher_is_better": True}]},
+}  # fmt: skip
 CODE = {
     "task": "t_code",
     "kind": "code",
@@ -370,41 +356,19 @@ def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            likelihood("t_choise"),
-            r"task t_choise: not defined in .*mine; did you mean 't_choice'\?",
-        ),
-        (
-            likelihood(metric="f2,none"),
-            r"metric 'f2,none' does not exist; allowed: acc,none, acc_norm,none",
-        ),
+        (likelihood("t_choise"), r"task t_choise: not defined in .*mine; did you mean 't_choice'\?"),
+        (likelihood(metric="f2,none"), r"metric 'f2,none' does not exist; allowed: acc,none, acc_norm,none"),
         (likelihood(metric="acc,strict"), "metric 'acc,strict' does not exist"),
-        (
-            likelihood(lm_eval_include="nowhere"),
-            "task t_choice: no folder 'nowhere' with its definition",
-        ),
-        (
-            likelihood(dataset="o/none"),
-            "task t_choice: .*none: no such folder; the data root must hold",
-        ),
-        (
-            likelihood(split="nope"),
-            "task t_choice: cannot be loaded with the data set .*choice",
-        ),
-        (
-            likelihood(kind="generation"),
-            "kind is 'generation', but lm-eval's output_type is multiple_choice",
-        ),
+        (likelihood(lm_eval_include="nowhere"), "task t_choice: no folder 'nowhere' with its definition"),
+        (likelihood(dataset="o/none"), "task t_choice: .*none: no such folder; the data root must hold"),
+        (likelihood(split="nope"), "task t_choice: cannot be loaded with the data set .*choice"),
+        (likelihood(kind="generation"), "kind is 'generation', but lm-eval's output_type is multiple_choice"),
         (CODE | {"split": "nope"}, "cannot read split 'nope'"),
         (likelihood("t_median"), "is not a mean over items"),
-        (
-            likelihood("t_mistakes"),
-            (
-                "task t_mistakes: lower is better in acc,none; fcsd compares models only by metrics"
-            ),
-        ),
+        (likelihood("t_mistakes"),
+         "task t_mistakes: lower is better in acc,none; fcsd compares models only by metrics"),
     ],
-)
+)  # fmt: skip
 def test_a_task_that_cannot_run_is_refused_with_its_name(
     model: Any, place: Path, row: dict[str, Any], message: str
 ) -> None:

@@ -266,18 +266,12 @@ def test_nothing_is_retained_of_a_score_of_zero() -> None:
     ("other", "message"),
     [
         (samples([1, 0, 1], prompt="q"), "the prompts differ in 3 of 3 items"),
-        (
-            samples([1, 0]),
-            "3 items against 2; evaluate both models with the same limit",
-        ),
-        (
-            [{**s, "doc_hash": "x"} for s in samples([1, 0, 1])],
-            "the items differ .*same revision",
-        ),
+        (samples([1, 0]), "3 items against 2; evaluate both models with the same limit"),
+        ([{**s, "doc_hash": "x"} for s in samples([1, 0, 1])], "the items differ .*same revision"),
         ([samples([1])[0]] * 3, "an item is listed twice"),
         ([], "no samples to compare"),
     ],
-)
+)  # fmt: skip
 def test_samples_that_do_not_match_are_refused(
     other: list[dict[str, Any]], message: str
 ) -> None:
@@ -356,24 +350,14 @@ def test_what_is_no_headline_has_no_mean() -> None:
 @pytest.mark.parametrize(
     ("row", "settings", "suite_row", "message"),
     [
-        (
-            {"num_fewshot": 5},
-            {},
-            {},
-            "^x: num_fewshot is 0 against 5; evaluate both the same way$",
-        ),
-        (
-            {"metric": "acc_norm,none"},
-            {},
-            {},
-            "^x: metric is acc,none against acc_norm,none",
-        ),
+        ({"num_fewshot": 5}, {}, {}, "^x: num_fewshot is 0 against 5; evaluate both the same way$"),
+        ({"metric": "acc_norm,none"}, {}, {}, "^x: metric is acc,none against acc_norm,none"),
         ({"chat_template": True}, {}, {}, "^x: chat_template is False against True"),
         ({}, {}, {"max_new_tokens": 512}, "^x: max_new_tokens is 256 against 512"),
         ({}, {}, {"temperature": 0.8}, "^x: temperature is 0.0 against 0.8"),
         ({}, {}, {"thinking": True}, "^x: thinking is False against True"),
     ],
-)
+)  # fmt: skip
 def test_a_task_that_was_asked_or_answered_otherwise_is_refused(
     row: dict[str, Any],
     settings: dict[str, Any],

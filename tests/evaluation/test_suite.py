@@ -40,93 +40,32 @@ def test_an_unknown_suite_lists_what_exists() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            (
-                "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none',"
-                " num_fewshots: 5}"
-            ),
-            "did you mean 'num_fewshot'",
-        ),
-        (
-            "{task: a, dataset: x/y, kind: likelihood, metric: acc}",
-            "metric is lm-eval's key 'metric,filter'",
-        ),
-        (
-            "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', stop: [x]}",
-            "stop: no meaning for kind 'likelihood'",
-        ),
-        (
-            (
-                "{task: a, dataset: x/y, kind: generation, metric: 'em,none',"
-                " timeout_s: 4}"
-            ),
-            "timeout_s: no meaning",
-        ),
+        ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshots: 5}",
+         "did you mean 'num_fewshot'"),
+        ("{task: a, dataset: x/y, kind: likelihood, metric: acc}", "metric is lm-eval's key 'metric,filter'"),
+        ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', stop: [x]}",
+         "stop: no meaning for kind 'likelihood'"),
+        (("{task: a, dataset: x/y, kind: generation, metric: 'em,none', timeout_s: 4}"), "timeout_s: no meaning"),
         ("{task: a, kind: code, dataset: null}", "tasks.0.dataset"),
-        (
-            "{task: a, kind: code, dataset: x/y, stop: ['']}",
-            "tasks.0.stop.0: String should have at least 1 character",
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
-            (
-                "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are"
-                " part of prompt_template, got 3"
-            ),
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, metric: acc}",
-            "metric of a code task is 'pass@k'",
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, metric: pass@10}",
-            "pass@10 needs num_samples of 10 or more",
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, num_samples: 2}",
-            "set a temperature above 0",
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, prompt_template: hi}",
-            "must contain {prompt}",
-        ),
-        (
-            "{task: a, dataset: x/y, kind: chat, metric: 'acc,none'}",
-            "tasks.0.kind: Input should be 'likelihood',",
-        ),
-        (
-            "{task: a, dataset: x/y}",
-            "tasks.0.kind: is required: 'likelihood', 'generation', 'code' or 'own_text'",
-        ),
-        (
-            "{task: a, dataset: x/y, kind: likelihood}",
-            "tasks.0.metric: is required for kind 'likelihood'",
-        ),
+        ("{task: a, kind: code, dataset: x/y, stop: ['']}", "tasks.0.stop.0: String should have at least 1 character"),
+        ("{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
+         "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template, got 3"),
+        ("{task: a, kind: code, dataset: x/y, metric: acc}", "metric of a code task is 'pass@k'"),
+        ("{task: a, kind: code, dataset: x/y, metric: pass@10}", "pass@10 needs num_samples of 10 or more"),
+        ("{task: a, kind: code, dataset: x/y, num_samples: 2}", "set a temperature above 0"),
+        ("{task: a, kind: code, dataset: x/y, prompt_template: hi}", "must contain {prompt}"),
+        ("{task: a, dataset: x/y, kind: chat, metric: 'acc,none'}", "tasks.0.kind: Input should be 'likelihood',"),
+        ("{task: a, dataset: x/y}", "tasks.0.kind: is required: 'likelihood', 'generation', 'code' or 'own_text'"),
+        ("{task: a, dataset: x/y, kind: likelihood}", "tasks.0.metric: is required for kind 'likelihood'"),
         ("piqa", "tasks.0: a mapping of keys to values is needed, got 'piqa'"),
-        (
-            (
-                "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none',"
-                " num_fewshot: -1}"
-            ),
-            "num_fewshot",
-        ),
-        (
-            (
-                "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none',"
-                " num_fewshot: '5'}"
-            ),
-            "num_fewshot: Input should",
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, headline: 'yes'}",
-            "headline: Input should be a valid boolean, got 'yes'",
-        ),
-        (
-            "{task: a, kind: code, dataset: x/y, max_new_tokens: 5.0}",
-            "max_new_tokens: Input should be a valid integer",
-        ),
+        (("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: -1}"), "num_fewshot"),
+        ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: '5'}",
+         "num_fewshot: Input should"),
+        ("{task: a, kind: code, dataset: x/y, headline: 'yes'}",
+         "headline: Input should be a valid boolean, got 'yes'"),
+        ("{task: a, kind: code, dataset: x/y, max_new_tokens: 5.0}", "max_new_tokens: Input should be a valid integer"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_a_row_is_named_with_its_place(
     tmp_path: Path, row: str, message: str
 ) -> None:

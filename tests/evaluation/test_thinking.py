@@ -34,15 +34,9 @@ TASK = {
     "test_split": "test",
     "doc_to_text": "question",
     "doc_to_target": "answer",
-    "generation_kwargs": {
-        "until": ["\n\n", "Question:"],
-        "do_sample": False,
-        "max_gen_toks": LIMIT,
-    },
-    "metric_list": [
-        {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
-    ],
-}
+    "generation_kwargs": {"until": ["\n\n", "Question:"], "do_sample": False, "max_gen_toks": LIMIT},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 THINK = "<think> </think>"
 # in the template, what opens the thoughts and ends them, and the special tokens

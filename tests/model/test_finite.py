@@ -176,16 +176,10 @@ DOORS: dict[str, Callable[[Path, Any, Any], Any]] = {
     "model in memory": lambda folder, bad, good: trained(model=bad),
     "model by its path": lambda folder, bad, good: trained(model=str(folder)),
     "teacher in memory": lambda folder, bad, good: trained(model=good, teacher=bad),
-    "teacher by its path": lambda folder, bad, good: trained(
-        model=good, teacher=str(folder)
-    ),
-    "calibrate": lambda folder, bad, good: fcsd.calibrate(
-        fcsd.convert(good, "all"), bad, X
-    ),
-    "evaluate": lambda folder, bad, good: fcsd.evaluate_model(
-        bad, tokenizer=tiny_tokenizer(512)
-    ),
-}
+    "teacher by its path": lambda folder, bad, good: trained(model=good, teacher=str(folder)),
+    "calibrate": lambda folder, bad, good: fcsd.calibrate(fcsd.convert(good, "all"), bad, X),
+    "evaluate": lambda folder, bad, good: fcsd.evaluate_model(bad, tokenizer=tiny_tokenizer(512)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -389,43 +389,15 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (
-            FSDP | {"FSDP_VERSION": "1"},
-            "FSDP version 1 is not supported; set fsdp_version: 2",
-        ),
-        (
-            FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"},
-            "NO_WRAP would gather the whole model at once; set TRANSF",
-        ),
-        (
-            FSDP | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
-            "SIZE_BASED_WRAP would gather",
-        ),
-        (
-            FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "train.gradient_checkpointing decides",
-        ),
-        (
-            FSDP | {"ACCELERATE_MIXED_PRECISION": "fp16"},
-            "mixed_precision fp16 is not supported; .* train.bf16: true",
-        ),
-        (
-            FSDP
-            | MESH
-            | {
-                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "3",
-                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-            },
-            "dp_replicate_size 3 x dp_shard_size 2 is not the number of processes, 8",
-        ),
-        (
-            FSDP | MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"},
-            "tp_size 2 is not supported",
-        ),
-        (
-            MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "8"},
-            "parallelism_config needs distributed_type: FSDP",
-        ),
+        (FSDP | {"FSDP_VERSION": "1"}, "FSDP version 1 is not supported; set fsdp_version: 2"),
+        (FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "NO_WRAP would gather the whole model at once; set TRANSF"),
+        (FSDP | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "SIZE_BASED_WRAP would gather"),
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "train.gradient_checkpointing decides"),
+        (FSDP | {"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16 is not supported; .* train.bf16: true"),
+        (FSDP | MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "3", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+         "dp_replicate_size 3 x dp_shard_size 2 is not the number of processes, 8"),
+        (FSDP | MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size 2 is not supported"),
+        (MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "8"}, "parallelism_config needs distributed_type: FSDP"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
         pytest.param(
             {
@@ -438,7 +410,7 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_a_launch_that_cannot_work_is_refused_in_one_line(
     variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

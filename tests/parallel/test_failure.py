@@ -39,37 +39,13 @@ def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> No
 @pytest.mark.parametrize(
     ("place", "after", "error", "status", "message"),
     [
-        (
-            (Collator, "__call__"),
-            3,
-            UserError("row 7 is bad"),
-            2,
-            "error: row 7 is bad (rank 1 of 2)",
-        ),
-        (
-            (DistillTrainer, "compute_loss"),
-            3,
-            KeyError("hidden"),
-            1,
-            "KeyError: 'hidden'",
-        ),
-        (
-            (DistillTrainer, "_save_rng_state"),
-            1,
-            ValueError("cannot save"),
-            1,
-            "ValueError: cannot save",
-        ),
-        (
-            (DistillTrainer, "compute_loss"),
-            3,
-            None,
-            1,
-            "error: rank 1 of 2 ended without an error: killed",
-        ),
+        ((Collator, "__call__"), 3, UserError("row 7 is bad"), 2, "error: row 7 is bad (rank 1 of 2)"),
+        ((DistillTrainer, "compute_loss"), 3, KeyError("hidden"), 1, "KeyError: 'hidden'"),
+        ((DistillTrainer, "_save_rng_state"), 1, ValueError("cannot save"), 1, "ValueError: cannot save"),
+        ((DistillTrainer, "compute_loss"), 3, None, 1, "error: rank 1 of 2 ended without an error: killed"),
     ],
     ids=["data", "loss", "saving", "killed"],
-)
+)  # fmt: skip
 def test_a_failure_on_the_second_rank_ends_the_first(
     bench: Bench,
     tmp_path: Path,

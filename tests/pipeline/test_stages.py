@@ -435,19 +435,10 @@ def test_a_farskip_model_can_be_pretrained_from_scratch(bench: Bench) -> None:
         ({"model_type": "llama"}, r"llama"),
         ({"num_experts": 0}, r"dense|MoE"),
         ({"hidden_size": "wide"}, r"pretrain\.config: qwen2_moe: .*hidden_size"),
-        (
-            {"vocab_size": 200},
-            (
-                r"pretrain\.config\.vocab_size: 200 does not fit the tokenizer's 300;"
-                r" leave it out"
-            ),
-        ),
-        (
-            {"eos_token_id": 7},
-            r"pretrain\.config\.eos_token_id: 7 does not fit the tokenizer's 2",
-        ),
+        ({"vocab_size": 200}, (r"pretrain\.config\.vocab_size: 200 does not fit the tokenizer's 300; leave it out")),
+        ({"eos_token_id": 7}, r"pretrain\.config\.eos_token_id: 7 does not fit the tokenizer's 2"),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_that_makes_no_model_is_refused(
     bench: Bench,
     config: dict[str, Any],

@@ -225,19 +225,12 @@ def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
 
 
 BASES = {
-    "kl+l2": {
-        "l2_coefficient": 0.1,
-        "l2_relative": True,
-        "l2_until": 0.5,
-    },
-    "jsd": {
-        "jsd_beta": 0.3,
-        "temperature": 2.0,
-    },
+    "kl+l2": {"l2_coefficient": 0.1, "l2_relative": True, "l2_until": 0.5},
+    "jsd": {"jsd_beta": 0.3, "temperature": 2.0},
     "kl": {"temperature": 2.0},
     "reverse_kl": {},
     "sft": {},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -319,128 +312,50 @@ CHOICE = {
 
 WRONG = [
     ({"train": {"temprature": 1}}, r"x\.yaml: train\.temprature: unknown key"),
-    (
-        {"train": {"learnin_rate": 1}},
-        r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?",
-    ),
-    (
-        {"learning_rate": 1e-4},
-        r"learning_rate: unknown key; did you mean 'train\.learning_rate' or 'sweep\.le",
-    ),
+    ({"train": {"learnin_rate": 1}}, r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?"),
+    ({"learning_rate": 1e-4}, r"learning_rate: unknown key; did you mean 'train\.learning_rate' or 'sweep\.le"),
     ({"lr": 1}, r"x\.yaml: lr: unknown key; did you mean 'train\.learning_rate'"),
     ({"train": {"lr": 1}}, r"train\.lr: unknown key; did you mean 'learning_rate'\?"),
-    (
-        {"temperature": 2},
-        r"temperature: unknown key; did you mean 'objective\.temperature'\?",
-    ),
-    (
-        {"train": {"seed": 3}},
-        r"train\.seed: unknown key; did you mean 'seed', outside 'train'\?",
-    ),
+    ({"temperature": 2}, r"temperature: unknown key; did you mean 'objective\.temperature'\?"),
+    ({"train": {"seed": 3}}, r"train\.seed: unknown key; did you mean 'seed', outside 'train'\?"),
     ({"extend": "x"}, r"extend: unknown key; did you mean 'extends'\?"),
     ({"learnin_rate": 1}, r"learnin_rate: unknown key; did you mean 'train\.learning_"),
     ({"layers": "all"}, r"layers: unknown key; did you mean 'connectivity\.layers'\?"),
-    (
-        {"evaluation": {"tasks": ["a"]}},
-        r"evaluation\.tasks: unknown key; did you mean 'evaluation\.layer_study\.tasks'",
-    ),
-    (
-        {"train.max_steps": 3},
-        r"train\.max_steps: unknown key; write it as a section: train: \{max_steps: …\}",
-    ),
-    (
-        {"foobar": 1},
-        r"x\.yaml: foobar: unknown key; allowed: calibration, connectivity",
-    ),
-    (
-        {"variants": {"v": {"learning_rate": 1}}},
-        r"variants\.v: learning_rate: .*; did you mean 'train\.learning_rate'\?",
-    ),
-    (
-        {"data": {"train": [{"pth": "d"}]}},
-        (
-            r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more:"
-            r" data\.train\.0\.path: is required\)"
-        ),
-    ),
-    (
-        {"train": {"max_steps": -1}},
-        r"train\.max_steps: .*greater than or equal to 0, got -1",
-    ),
-    (
-        {"train": {"max_steps": 10, "warmup_steps": 11}},
-        r"warmup_steps \(11\) is more than max_steps \(10\)",
-    ),
-    (
-        {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},
-        r"train\.lr_scheduler_kwargs\.min_lr_rate: is required",
-    ),
-    (
-        {"objective": {"name": "kl", "l2_coefficient": 0.1}},
-        r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
-    ),
-    (
-        {"objective": {"l2_coefficient": 0.1}},
-        r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
-    ),
-    (
-        {"objective": {"name": "kl+l2"}},
-        r"objective\.l2_coefficient: is required for objective 'kl\+l2'",
-    ),
-    (
-        {"objective": "sft"},
-        r"objective: a mapping of keys to values is needed, got 'sft'",
-    ),
+    ({"evaluation": {"tasks": ["a"]}},
+     r"evaluation\.tasks: unknown key; did you mean 'evaluation\.layer_study\.tasks'"),
+    ({"train.max_steps": 3}, r"train\.max_steps: unknown key; write it as a section: train: \{max_steps: …\}"),
+    ({"foobar": 1}, r"x\.yaml: foobar: unknown key; allowed: calibration, connectivity"),
+    ({"variants": {"v": {"learning_rate": 1}}},
+     r"variants\.v: learning_rate: .*; did you mean 'train\.learning_rate'\?"),
+    ({"data": {"train": [{"pth": "d"}]}},
+     r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more: data\.train\.0\.path: is required\)"),
+    ({"train": {"max_steps": -1}}, r"train\.max_steps: .*greater than or equal to 0, got -1"),
+    ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
+    ({"train": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"train\.lr_scheduler_kwargs\.min_lr_rate: is required"),
+    ({"objective": {"name": "kl", "l2_coefficient": 0.1}},
+     r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2"),
+    ({"objective": {"l2_coefficient": 0.1}},
+     r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2"),
+    ({"objective": {"name": "kl+l2"}}, r"objective\.l2_coefficient: is required for objective 'kl\+l2'"),
+    ({"objective": "sft"}, r"objective: a mapping of keys to values is needed, got 'sft'"),
     ({"variants": 3}, r"variants: a mapping of keys to values is needed, got 3"),
-    (
-        {"variants": {"a": None}},
-        r"variants\.a: a mapping of keys to values is needed, got None",
-    ),
+    ({"variants": {"a": None}}, r"variants\.a: a mapping of keys to values is needed, got None"),
     ({"data": {"train": None}}, r"data\.train: a list is needed, got None"),
     ({"objective": {"name": "sfd"}}, r"objective\.name: Input should be .*, got 'sfd'"),
-    (
-        {"objective": {"name": ["kl"]}},
-        r"objective\.name: Input should be .*, got \['kl'\]",
-    ),
-    (
-        {"objective": {"name": "kl", "l2_relative": True}},
-        r"objective\.l2_relative: no meaning for objective 'kl', only for kl\+l2",
-    ),
-    (
-        {"objective": {"name": "jsd", "l2_until": 0.5}},
-        r"l2_until: no meaning for objective 'jsd'",
-    ),
-    (
-        {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_until": 1.5}},
-        r"l2_until: .*less than or equal to 1",
-    ),
-    (
-        {"objective": {"name": "sft", "temperature": 1}},
-        r"temperature: no meaning for objective 'sft'",
-    ),
+    ({"objective": {"name": ["kl"]}}, r"objective\.name: Input should be .*, got \['kl'\]"),
+    ({"objective": {"name": "kl", "l2_relative": True}},
+     r"objective\.l2_relative: no meaning for objective 'kl', only for kl\+l2"),
+    ({"objective": {"name": "jsd", "l2_until": 0.5}}, r"l2_until: no meaning for objective 'jsd'"),
+    ({"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_until": 1.5}}, r"l2_until: .*less than or equal to 1"),
+    ({"objective": {"name": "sft", "temperature": 1}}, r"temperature: no meaning for objective 'sft'"),
     ({"train": {"ema_decay": 1.0}}, r"ema_decay: .*less than 1"),
-    (
-        {"early_stopping": {}},
-        (
-            r"early_stopping\.task: is required: a task of `suite` \(or set metric:"
-            r" heldout_kl\)"
-        ),
-    ),
-    (
-        {"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
-        (
-            r"early_stopping\.dataset: unknown key; allowed: every_steps, metric,"
-            r" min_delta, patience"
-        ),
-    ),
-    (
-        {"early_stopping": {"metric": "heldout_kl", "task": "mbpp_plus"}},
-        r"early_stopping\.task: no meaning for heldout_kl, only for a task",
-    ),
-    (
-        {"early_stopping": {"metric": "heldout_kl", "limit": 3}},
-        r"early_stopping\.limit: no meaning for heldout_kl, only for a task",
-    ),
+    ({"early_stopping": {}}, (r"early_stopping\.task: is required: a task of `suite` \(or set metric: heldout_kl\)")),
+    ({"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
+     r"early_stopping\.dataset: unknown key; allowed: every_steps, metric, min_delta, patience"),
+    ({"early_stopping": {"metric": "heldout_kl", "task": "mbpp_plus"}},
+     r"early_stopping\.task: no meaning for heldout_kl, only for a task"),
+    ({"early_stopping": {"metric": "heldout_kl", "limit": 3}},
+     r"early_stopping\.limit: no meaning for heldout_kl, only for a task"),
     (
         {"early_stopping": {"metric": "acc", "task": "mbpp_plus"}},
         (
@@ -448,25 +363,14 @@ WRONG = [
             r" metric of its suite: leave `metric` out, .*\{task: mbpp_plus, suite:"
         ),
     ),
-    (
-        {"early_stopping": {"metric": "accuracy"}},
-        r"early_stopping\.metric: must be 'heldout_kl', got 'accuracy'; .*paper11\}$",
-    ),
-    (
-        {"early_stopping": {"task": CODE, "suite": "tiny"}},
-        (
-            r"early_stopping\.task: the name of a task of `suite` is needed; put this"
-            r" row under `tasks:` of a suite file"
-        ),
-    ),
-    (
-        {"early_stopping": {"task": "mbpp", "suite": "paper11"}},
-        r"early_stopping: task 'mbpp': not in suite paper11; did you mean 'mbpp_plus'\?",
-    ),
-    (
-        {"early_stopping": {"task": "mbpp_plus", "suite": "paper12"}},
-        r"early_stopping: suite 'paper12': no such suite; did you mean 'paper11'\?",
-    ),
+    ({"early_stopping": {"metric": "accuracy"}},
+     r"early_stopping\.metric: must be 'heldout_kl', got 'accuracy'; .*paper11\}$"),
+    ({"early_stopping": {"task": CODE, "suite": "tiny"}},
+     r"early_stopping\.task: the name of a task of `suite` is needed; put this row under `tasks:` of a suite file"),
+    ({"early_stopping": {"task": "mbpp", "suite": "paper11"}},
+     r"early_stopping: task 'mbpp': not in suite paper11; did you mean 'mbpp_plus'\?"),
+    ({"early_stopping": {"task": "mbpp_plus", "suite": "paper12"}},
+     r"early_stopping: suite 'paper12': no such suite; did you mean 'paper11'\?"),
     (
         {"early_stopping": {"dataset": "a/b", "split": "test", "patience": 3}},
         r"x\.yaml: early_stopping\.dataset: unknown key; .* \(and 3 more:"
@@ -474,100 +378,35 @@ WRONG = [
         r" early_stopping\.task: is required: a task of `suite` \(or set metric:"
         r" heldout_kl\).*",
     ),
-    (
-        {"early_stopping": {"metric": "heldout_kl"}},
-        r"early_stopping\.metric 'heldout_kl' needs data\.heldout",
-    ),
-    (
-        {"objective": {"name": "rkl"}},
-        rf"objective\.name: .*{re.escape(OBJECTIVE_NAMES)}",
-    ),
-    (
-        {"objective": {"name": "kl", "jsd_beta": 0.5}},
-        r"jsd_beta: no meaning for objective 'kl', only for jsd",
-    ),
-    (
-        {"objective": {"name": "sft", "temperature": 2}},
-        (
-            r"temperature: no meaning for objective 'sft', only for kl, reverse_kl,"
-            r" jsd, kl\+l2"
-        ),
-    ),
-    (
-        {"objective": {"name": "jsd", "jsd_beta": 1}},
-        r"objective\.jsd_beta: .*less than 1, got 1",
-    ),
-    (
-        {"objective": {"temperature": 0}},
-        r"objective\.temperature: .*greater than 0, got 0",
-    ),
-    (
-        {"objective": {"temprature": 2}},
-        r"objective\.temprature: unknown key; did you mean 'temperature'\?",
-    ),
-    (
-        {"connectivity": {"layers": "some"}},
-        r"connectivity.*'some' is not a selection; allowed: all, moe, none",
-    ),
+    ({"early_stopping": {"metric": "heldout_kl"}}, r"early_stopping\.metric 'heldout_kl' needs data\.heldout"),
+    ({"objective": {"name": "rkl"}}, rf"objective\.name: .*{re.escape(OBJECTIVE_NAMES)}"),
+    ({"objective": {"name": "kl", "jsd_beta": 0.5}}, r"jsd_beta: no meaning for objective 'kl', only for jsd"),
+    ({"objective": {"name": "sft", "temperature": 2}},
+     r"temperature: no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2"),
+    ({"objective": {"name": "jsd", "jsd_beta": 1}}, r"objective\.jsd_beta: .*less than 1, got 1"),
+    ({"objective": {"temperature": 0}}, r"objective\.temperature: .*greater than 0, got 0"),
+    ({"objective": {"temprature": 2}}, r"objective\.temprature: unknown key; did you mean 'temperature'\?"),
+    ({"connectivity": {"layers": "some"}}, r"connectivity.*'some' is not a selection; allowed: all, moe, none"),
     ({"connectivity": {"layers": []}}, r"connectivity"),
-    (
-        {"data": {"train": [{"path": "d", "columns": {"prompt": "q"}}]}},
-        r"columns must name 'messages', or 'text', or 'prompt' and",
-    ),
+    ({"data": {"train": [{"path": "d", "columns": {"prompt": "q"}}]}},
+     r"columns must name 'messages', or 'text', or 'prompt' and"),
     ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
     ({"model": {}}, r"model\.path is required"),
     ({"name": "a/b"}, r"name: must have up to 100 letters .* digit; got 'a/b'$"),
-    (
-        {"variants": {"v": {"model.path": "other"}}},
-        (
-            r"variants\.v: model\.path: a variant is another distillation of the same"
-            r" model"
-        ),
-    ),
-    (
-        {"variants": {"v": {"train.lerning_rate": 1}}},
-        r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'",
-    ),
-    (
-        {
-            "pretrain": {
-                "config": {},
-                "tokenizer": "t",
-                "data": MINIMAL["data"],
-                "train": {},
-            },
-            "model": {},
-        },
-        r"model_type is required",
-    ),
-    (
-        {"sweep": {"steps": 40, "warmup_steps": 41}},
-        r"x\.yaml: sweep: warmup_steps \(41\) is more than steps \(40\)",
-    ),
-    (
-        {"sweep": {"steps": 40, "last_steps": 41}},
-        r"sweep: last_steps \(41\) is more than steps \(40\)",
-    ),
-    (
-        {"sweep": {"choose_by": "early_stopping"}},
-        r"sweep\.choose_by: early_stopping is the score of the section early_stopping,"
-        r" which is null; add that section",
-    ),
-    (
-        {
-            "sweep": {"batch_size_tokens": [1024, 65536], "train_tokens": 6_553_600},
-            "train": {"warmup_steps": 101},
-        },
-        (
-            r"sweep\.train_tokens \(6553600\) in batches of 65536 tokens is 100 steps,"
-            r" fewer than train\.warmup_steps"
-        ),
-    ),
-    (
-        {"evaluation": {"layer_study": True}},
-        r"evaluation\.layer_study needs data\.heldout",
-    ),
-]
+    ({"variants": {"v": {"model.path": "other"}}},
+     r"variants\.v: model\.path: a variant is another distillation of the same model"),
+    ({"variants": {"v": {"train.lerning_rate": 1}}},
+     r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'"),
+    ({"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}},
+     r"model_type is required"),
+    ({"sweep": {"steps": 40, "warmup_steps": 41}}, r"x\.yaml: sweep: warmup_steps \(41\) is more than steps \(40\)"),
+    ({"sweep": {"steps": 40, "last_steps": 41}}, r"sweep: last_steps \(41\) is more than steps \(40\)"),
+    ({"sweep": {"choose_by": "early_stopping"}},
+     r"sweep\.choose_by: early_stopping is the score of the section early_stopping, which is null; add that section"),
+    ({"sweep": {"batch_size_tokens": [1024, 65536], "train_tokens": 6_553_600}, "train": {"warmup_steps": 101}},
+     r"sweep\.train_tokens \(6553600\) in batches of 65536 tokens is 100 steps, fewer than train\.warmup_steps"),
+    ({"evaluation": {"layer_study": True}}, r"evaluation\.layer_study needs data\.heldout"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -823,16 +662,10 @@ BOMB = "".join(
         ("seed: 0x" + "f" * 5000, "an integer of more than 64 bits"),
         ("seed: -9223372036854775809", "an integer of more than 64 bits"),
         ("a0: &a0 [1, 1]\n" + BOMB, "aliases stand for more than 100000 values"),
-        (
-            "a0: &a0 {b: 1}\n" + BOMB.replace("[", "{<<: [").replace("]", "]}"),
-            "aliases stand for more than",
-        ),
+        ("a0: &a0 {b: 1}\n" + BOMB.replace("[", "{<<: [").replace("]", "]}"), "aliases stand for more than"),
         ("a: &a [*a]", "an alias holds itself"),
-        (
-            "a0: &a0 [1]\n"
-            + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 150)),
-            "nested deeper than 100 levels",
-        ),
+        ("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 150)),
+         "nested deeper than 100 levels"),
         ("? [a]\n: b", "unhashable"),
         ("a: !!timestamp 2026-13-45", "month must be in"),
         ("a: !!int abc", "invalid literal"),
@@ -841,7 +674,7 @@ BOMB = "".join(
         ('name: "\\ud800"', "holds an incomplete character"),
         ("name: a\x07b", "special characters are not allowed"),
     ],
-)
+)  # fmt: skip
 def test_text_that_is_made_to_break_a_reader_is_one_line(
     tmp_path: Path, text: str, message: str
 ) -> None:
@@ -902,68 +735,25 @@ LORA = {"lora": {"r": 8}}
     ("sections", "message"),
     [
         ({"teacher": {"backend": "adapter_off"}}, "adapter_off needs a `lora` section"),
-        (
-            {"teacher": {"backend": "cache"}},
-            (
-                "teacher.cache: is required for backend 'cache': the folder of the stage"
-                " cache-teacher"
-            ),
-        ),
-        (
-            {"teacher": {"cache": "c"}},
-            "teacher.cache: no meaning for backend 'sharded', only for cache",
-        ),
-        (
-            {"teacher": {"cach": "c"}},
-            "teacher.cach: unknown key; allowed: backend, path, revision",
-        ),
-        (
-            {"teacher": {"backend": "caches"}},
-            "teacher.backend: Input should be 'sharded', 'adapter_off' or 'cache'",
-        ),
-        (
-            LORA | {"teacher": {"backend": "adapter_off", "path": "b"}},
-            (
-                "teacher.path: no meaning for backend 'adapter_off', only for sharded,"
-                " cache"
-            ),
-        ),
+        ({"teacher": {"backend": "cache"}},
+         "teacher.cache: is required for backend 'cache': the folder of the stage cache-teacher"),
+        ({"teacher": {"cache": "c"}}, "teacher.cache: no meaning for backend 'sharded', only for cache"),
+        ({"teacher": {"cach": "c"}}, "teacher.cach: unknown key; allowed: backend, path, revision"),
+        ({"teacher": {"backend": "caches"}}, "teacher.backend: Input should be 'sharded', 'adapter_off' or 'cache'"),
+        (LORA | {"teacher": {"backend": "adapter_off", "path": "b"}},
+         "teacher.path: no meaning for backend 'adapter_off', only for sharded, cache"),
         ({"teacher": {"revision": "b"}}, "teacher: revision applies to `path`"),
-        (
-            {"teacher": {}, "objective": {"name": "sft"}},
-            "teacher: objective 'sft' has no teacher",
-        ),
-        (
-            {
-                "teacher": {"backend": "cache", "cache": "c"},
-                "objective": {"name": "kl+l2", "l2_coefficient": 0.1},
-            },
-            (
-                r"holds final hidden states, but objective kl\+l2 compares those of every"
-                r" layer; use sharded"
-            ),
-        ),
-        (
-            LORA | {"objective": {"freeze_embeddings_and_head": True}},
-            "has no meaning with lora, which freezes all",
-        ),
+        ({"teacher": {}, "objective": {"name": "sft"}}, "teacher: objective 'sft' has no teacher"),
+        ({"teacher": {"backend": "cache", "cache": "c"}, "objective": {"name": "kl+l2", "l2_coefficient": 0.1}},
+         r"holds final hidden states, but objective kl\+l2 compares those of every layer; use sharded"),
+        (LORA | {"objective": {"freeze_embeddings_and_head": True}}, "has no meaning with lora, which freezes all"),
         ({"lora": {"rank": 4}}, "lora.rank: unknown key"),
         ({"lora": {"r": 0}}, "lora.r: Input should be greater than 0"),
-        (
-            {"lora": {"target_modules": None}},
-            "target_modules or target_parameters must name the weights to adapt",
-        ),
-        (
-            {
-                "lora": {
-                    "target_parameters": ["mlp.experts.down_proj"],
-                    "lora_dropout": 0.1,
-                }
-            },
-            "lora_dropout must be 0 with target_parameters",
-        ),
+        ({"lora": {"target_modules": None}}, "target_modules or target_parameters must name the weights to adapt"),
+        ({"lora": {"target_parameters": ["mlp.experts.down_proj"], "lora_dropout": 0.1}},
+         "lora_dropout must be 0 with target_parameters"),
     ],
-)
+)  # fmt: skip
 def test_teachers_and_adapters_without_meaning_are_refused(
     tmp_path: Path, sections: dict[str, object], message: str
 ) -> None:
@@ -977,13 +767,9 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
     teacher = {"backend": "cache", "cache": "c", "path": "big", "revision": "r1"}
     variants = {
         "sft": {"objective.name": "sft"},
-        "l2": {
-            "objective.name": "kl+l2",
-            "objective.l2_coefficient": 0.1,
-            "teacher.backend": "sharded",
-        },
+        "l2": {"objective.name": "kl+l2", "objective.l2_coefficient": 0.1, "teacher.backend": "sharded"},
         "lora": {"lora": {"r": 4}, "teacher": {"backend": "adapter_off"}},
-    }
+    }  # fmt: skip
     recipe = load_recipe(
         write(tmp_path, MINIMAL | {"teacher": teacher, "variants": variants})
     )

@@ -667,12 +667,8 @@ def test_a_multimodal_card_names_its_own_classes() -> None:
     config = {
         "text_config": {"num_hidden_layers": 8},
         "farskip": {"layers": [0, 5], "attention": "partial", "mlp": "full"},
-        "auto_map": {
-            "AutoConfig": "m.C",
-            "AutoModelForImageTextToText": "m.M",
-            "AutoModelForMultimodalLM": "m.M",
-        },
-    }
+        "auto_map": {"AutoConfig": "m.C", "AutoModelForImageTextToText": "m.M", "AutoModelForMultimodalLM": "m.M"},
+    }  # fmt: skip
     card = model_card(Facts("x", config, training={"stage": "convert", "settings": {}}))
     assert "import AutoModelForImageTextToText, AutoProcessor" in card.text
     assert "2 of 8 decoder layers" in card.text

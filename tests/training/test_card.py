@@ -188,27 +188,13 @@ def test_a_model_that_was_not_trained_is_called_that_and_an_sft_is_no_distillati
 @pytest.mark.parametrize(
     ("info", "names"),
     [
-        (
-            {
-                "download_checksums": {
-                    "hf://datasets/a/b@1/x": {},
-                    "hf://datasets/a/b@1/y": {},
-                }
-            },
-            ("a/b",),
-        ),
-        (
-            {
-                "download_checksums": {"hf://datasets/squad@1/x": {}},
-                "dataset_name": "other",
-            },
-            ("squad",),
-        ),
+        ({"download_checksums": {"hf://datasets/a/b@1/x": {}, "hf://datasets/a/b@1/y": {},}}, ("a/b",),),
+        ({"download_checksums": {"hf://datasets/squad@1/x": {}}, "dataset_name": "other",}, ("squad",),),
         ({"dataset_name": "gsm8k"}, ("gsm8k",)),
         ({"builder_name": "json", "dataset_name": "json"}, ()),
         ({}, ()),
     ],
-)
+)  # fmt: skip
 def test_data_sets_are_known_by_what_they_were_loaded_from(
     info: dict[str, Any], names: tuple[str, ...]
 ) -> None:

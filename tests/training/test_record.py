@@ -131,25 +131,15 @@ def test_an_argument_that_is_set_on_a_trainer_counts_as_one_that_is_given(
 @pytest.mark.parametrize(
     "changes",
     [
-        {
-            "logging_steps": 1,
-            "save_steps": 1,
-            "save_total_limit": 3,
-            "eval_delay": 2,
-            "run_name": "again",
-        },
+        {"logging_steps": 1, "save_steps": 1, "save_total_limit": 3, "eval_delay": 2, "run_name": "again"},
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
         {"batch_size_tokens": 64},
         {"activation_checkpointing": True, "dataloader_num_workers": 1},
-        {
-            "on_bad_row": "skip",
-            "dataset_num_proc": 1,
-            "safety": {"max_skipped_steps": 3},
-        },
+        {"on_bad_row": "skip", "dataset_num_proc": 1, "safety": {"max_skipped_steps": 3}},
         {"train_dataset": datasets.Dataset.from_list(texts(40))},
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_what_the_weights_do_not_depend_on_may_be_another(
     first: Callable[..., FCSDTrainer], changes: dict[str, Any]
 ) -> None:

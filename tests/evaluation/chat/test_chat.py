@@ -498,19 +498,11 @@ HARMONY = (
     " greets.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
 )
 FAMILIES = {  # the marker in the template, special tokens, what the model writes
-    "gptoss": (
-        "<|channel|>",
-        ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"),
-        HARMONY,
-    ),
-    "mistral": (
-        "[THINK]",
-        ("[THINK]", "[/THINK]"),
-        "[THINK]User greets.[/THINK]Hello!",
-    ),
+    "gptoss": ("<|channel|>", ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"), HARMONY),
+    "mistral": ("[THINK]", ("[THINK]", "[/THINK]"), "[THINK]User greets.[/THINK]Hello!"),
     "seed": ("</seed:think>", (), "<seed:think>User greets.</seed:think>Hello!"),
     "qwen3": ("</think>", (), "<think>\nUser greets.\n</think>\n\nHello!"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

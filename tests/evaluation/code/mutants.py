@@ -10,38 +10,22 @@ from collections.abc import Iterator
 CHANGES: dict[str, str] = {
     "right": "return answer",
     "none": "return None",
-    "one more": (
-        "return deep(lambda x: x + 1 if type(x) in (int, float) else x, answer)"
-    ),
-    "not, or longer": (
-        "return not answer if type(answer) is bool else answer + answer[:1]"
-    ),
+    "one more": "return deep(lambda x: x + 1 if type(x) in (int, float) else x, answer)",
+    "not, or longer": "return not answer if type(answer) is bool else answer + answer[:1]",
     "last is missing": "return answer[:-1]",
     "other order": "return answer[::-1]",
-    "noise of 1e-7": (
-        "return deep(lambda x: x + 1e-7 if type(x) is float else x, answer)"
-    ),
-    "noise of 1e-5": (
-        "return deep(lambda x: x + 1e-5 if type(x) is float else x, answer)"
-    ),
-    "integers as floats": (
-        "return deep(lambda x: float(x) if type(x) is int else x, answer)"
-    ),
-    "floats as integers": (
-        "return deep(lambda x: int(x) if type(x) is float else x, answer)"
-    ),
+    "noise of 1e-7": "return deep(lambda x: x + 1e-7 if type(x) is float else x, answer)",
+    "noise of 1e-5": "return deep(lambda x: x + 1e-5 if type(x) is float else x, answer)",
+    "integers as floats": "return deep(lambda x: float(x) if type(x) is int else x, answer)",
+    "floats as integers": "return deep(lambda x: int(x) if type(x) is float else x, answer)",
     "list for tuple": "return list(answer) if type(answer) is tuple else tuple(answer)",
-    "inner list for tuple": (
-        "return type(answer)(list(x) if type(x) is tuple else x for x in answer)"
-    ),
+    "inner list for tuple": "return type(answer)(list(x) if type(x) is tuple else x for x in answer)",
     "a set": "return set(answer)",
     "an iterator": "return iter(answer)",
     "a generator": "return (x for x in answer)",
     "text": "return str(answer)",
     "number for bool": "return int(answer) if type(answer) is bool else bool(answer)",
-    "nan": (
-        "return deep(lambda x: float('nan') if type(x) in (int, float) else x, answer)"
-    ),
+    "nan": "return deep(lambda x: float('nan') if type(x) in (int, float) else x, answer)",
     "array": "import numpy\nreturn numpy.array(answer)",
     "empty array": "import numpy\nreturn numpy.empty(0)",
     "array without width": "import numpy\nreturn numpy.empty((0, 1))",
@@ -56,11 +40,8 @@ CHANGES: dict[str, str] = {
     "right for two calls": "return answer if number < 2 else None",
     "repeated in a list": "return [answer, answer]",
     "every element twice": "return [x for x in answer for _ in range(2)]",
-    "arguments emptied": (
-        "for x in arguments:\n    if type(x) in (list, dict, set):\n       "
-        " x.clear()\nreturn answer"
-    ),
-}
+    "arguments emptied": "for x in arguments:\n    if type(x) in (list, dict, set):\n        x.clear()\nreturn answer",
+}  # fmt: skip
 _WRAPPER = """
 {code}
 

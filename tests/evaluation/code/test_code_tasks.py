@@ -95,20 +95,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("text", "first"),
     [
         ("def f(): pass\n", "def f(): pass\n"),
-        (
-            "Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```",
-            "def f(): pass\n",
-        ),
+        ("Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```", "def f(): pass\n"),
         ("```\na = 1\n", "a = 1\n"),  # never closed
         ("    ```py\n    a\n    ```", "    a\n"),
-        (
-            "It is ```python\na = 1\n``` there.",
-            "It is ```python\na = 1\n``` there.",
-        ),
+        ("It is ```python\na = 1\n``` there.", "It is ```python\na = 1\n``` there."),
         ("````py\na = 1\n````\nor\n```py\nb = 2\n", "b = 2\n"),
         ("a = '```'\n", "a = '```'\n"),
     ],
-)
+)  # fmt: skip
 def test_lm_eval_takes_the_first_fenced_block_or_all_of_the_text(
     text: str, first: str
 ) -> None:

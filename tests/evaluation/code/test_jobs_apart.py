@@ -67,16 +67,11 @@ INODES = {
     "everywhere": "for place in places: all_of(900, lambda n: write(f'{place}/f{n}'))",
     "folders": "all_of(5000, lambda n: os.mkdir(f'd{n}'))",
     "nested folders": "all_of(5000, lambda n: (os.mkdir('d'), os.chdir('d')))",
-    "nested closed folders": (
-        "all_of(5000, lambda n: (os.mkdir('d', 0o300), os.chdir('d')))"
-    ),
+    "nested closed folders": "all_of(5000, lambda n: (os.mkdir('d', 0o300), os.chdir('d')))",
     "hard links": "write('f'); all_of(5000, lambda n: os.link('f', f'g{n}'))",
     "hard links above": "write('f'); all_of(5000, lambda n: os.link('f', f'../g{n}'))",
     "links": "all_of(5000, lambda n: os.symlink('x' * 4000, f'l{n}'))",
-    "unlinked and open": (
-        "all_of(5000, lambda n: (os.open(f'f{n}', os.O_CREAT | os.O_RDWR),"
-        " os.unlink(f'f{n}')))"
-    ),
+    "unlinked and open": "all_of(5000, lambda n: (os.open(f'f{n}', os.O_CREAT | os.O_RDWR), os.unlink(f'f{n}')))",
     "unlinked and mapped": (
         """
 def hold(n):
@@ -89,51 +84,28 @@ all_of(5000, hold)
 time.sleep(0.1)
 """
     ),
-    "control characters": (
-        "all_of(5000, lambda n: write(b'\\n\\x1b[2J\\xff' + bytes([1 + n % 9]) * (1 + n"
-        " // 9)))"
-    ),
+    "control characters": "all_of(5000, lambda n: write(b'\\n\\x1b[2J\\xff' + bytes([1 + n % 9]) * (1 + n // 9)))",
     "long names": "all_of(5000, lambda n: write(f'{n:0250}'))",
     "no names": "all_of(5000, lambda n: os.open('.', os.O_TMPFILE | os.O_RDWR))",
-}
+}  # fmt: skip
 LINKS = {
-    "dangling in the folder's place": (
-        "replace(here, lambda name: os.symlink('/nowhere', name))"
-    ),
-    "to the folder above in its place": (
-        "replace(here, lambda name: os.symlink('..', name))"
-    ),
+    "dangling in the folder's place": "replace(here, lambda name: os.symlink('/nowhere', name))",
+    "to the folder above in its place": "replace(here, lambda name: os.symlink('..', name))",
     "to the root in its place": "replace(here, lambda name: os.symlink('/', name))",
-    "to itself in its place": (
-        "replace(here, lambda name: os.symlink(os.path.basename(here), name))"
-    ),
+    "to itself in its place": "replace(here, lambda name: os.symlink(os.path.basename(here), name))",
     "a file in its place": "replace(here, write)",
     "no folder in its place": "replace(here, lambda name: None)",
     "the folder above": "replace(up, lambda name: os.symlink('/nowhere', name))",
     "the previous job": "replace('../job', lambda name: os.symlink('/nowhere', name))",
     "up": "os.symlink('..', 'up'); write('up/fcsd_left')",
     "out": "os.symlink('/tmp', 'out'); write('out/fcsd_left')",
-    "through proc": (
-        "os.symlink('/proc/self/cwd', 'c'); os.symlink('/proc/1/root', 'r');"
-        " write('c/../fcsd_left')"
-    ),
-    "names of another": (
-        "for name in ('answer.txt', 'numpy', 'math.py', 'job'): os.symlink('/dev/zero',"
-        " name)"
-    ),
-    "to Python": (
-        "os.symlink(sys.prefix, 'lib'); os.link(os.__file__, 'os.py'); write('os.py')"
-    ),
-    "a circle": (
-        "os.symlink('a', 'b'); os.symlink('b', 'a'); os.mkdir('d'); os.symlink('..',"
-        " 'd/d')"
-    ),
-    "renamed while in it": (
-        "os.rename('.', '../moved'); os.rename(here, here + 'x'); os.chdir('..');"
-        " os.rmdir(here)"
-    ),
+    "through proc": "os.symlink('/proc/self/cwd', 'c'); os.symlink('/proc/1/root', 'r'); write('c/../fcsd_left')",
+    "names of another": "for name in ('answer.txt', 'numpy', 'math.py', 'job'): os.symlink('/dev/zero', name)",
+    "to Python": "os.symlink(sys.prefix, 'lib'); os.link(os.__file__, 'os.py'); write('os.py')",
+    "a circle": "os.symlink('a', 'b'); os.symlink('b', 'a'); os.mkdir('d'); os.symlink('..', 'd/d')",
+    "renamed while in it": "os.rename('.', '../moved'); os.rename(here, here + 'x'); os.chdir('..'); os.rmdir(here)",
     "exchanged": "os.mkdir('d'); l.renameat2(-100, here.encode(), -100, b'd', 2)",
-}
+}  # fmt: skip
 FIFOS = {
     "here": "all_of(100, lambda n: os.mkfifo(f'f{n}'))",
     "above": "all_of(100, lambda n: os.mkfifo(f'../f{n}'))",
@@ -141,31 +113,16 @@ FIFOS = {
     "in place of the previous job": "replace('../job', os.mkfifo)",
     "in place of the folder above": "replace(up, os.mkfifo)",
     "everywhere": "for place in places: tried(os.mkfifo, f'{place}/fcsd_left')",
-    "names of another": (
-        "for name in ('answer.txt', 'job', 'numpy.py', 'tests.py'): os.mkfifo(name)"
-    ),
+    "names of another": "for name in ('answer.txt', 'job', 'numpy.py', 'tests.py'): os.mkfifo(name)",
     "without a right": "os.mkfifo('f', 0); os.mkfifo('../f', 0)",
     "waits for a reader": "os.mkfifo('f'); open('f', 'w')",
-    "full": (
-        "os.mkfifo('f'); f = os.open('f', os.O_RDWR | 2048); all_of(99, lambda n:"
-        " os.write(f, bytes(65536)))"
-    ),
-    "waits in threads": (
-        "os.mkfifo('f'); all_of(50, lambda n: threading.Thread(target=open,"
-        " args=['f']).start())"
-    ),
-    "devices": (
-        "os.mknod('d', stat.S_IFBLK | 0o600, os.makedev(254, 0)); open('d', 'wb')"
-    ),
-    "more devices": (
-        "os.mknod('n', stat.S_IFCHR | 0o600, os.makedev(1, 1)); open('n', 'r+b')"
-    ),
-    "sockets": (
-        "os.mknod('s', stat.S_IFSOCK | 0o600);"
-        " socket.socket(socket.AF_UNIX).bind('answer.txt')"
-    ),
+    "full": "os.mkfifo('f'); f = os.open('f', os.O_RDWR | 2048); all_of(99, lambda n: os.write(f, bytes(65536)))",
+    "waits in threads": "os.mkfifo('f'); all_of(50, lambda n: threading.Thread(target=open, args=['f']).start())",
+    "devices": "os.mknod('d', stat.S_IFBLK | 0o600, os.makedev(254, 0)); open('d', 'wb')",
+    "more devices": "os.mknod('n', stat.S_IFCHR | 0o600, os.makedev(1, 1)); open('n', 'r+b')",
+    "sockets": "os.mknod('s', stat.S_IFSOCK | 0o600); socket.socket(socket.AF_UNIX).bind('answer.txt')",
     "abstract sockets": "socket.socket(socket.AF_UNIX).bind('\\0fcsd_left')",
-}
+}  # fmt: skip
 MOUNTS = {
     "over the folder": "l.mount(b'none', here.encode(), b'tmpfs', 0, b'size=4k')",
     "over the folder above": "l.mount(b'none', up.encode(), b'tmpfs', 0, b'')",
@@ -174,118 +131,51 @@ MOUNTS = {
     "read-only": "l.mount(None, here.encode(), None, 32 | 1, None)",
     "of no size": "l.mount(None, here.encode(), b'tmpfs', 32, b'size=4k,nr_inodes=1')",
     "shared": "l.mount(None, b'/', None, (1 << 20) | 16384, None)",
-    "gone": (
-        "for flags in (0, 1, 2, 8): l.umount2(here.encode(), flags); l.umount2(b'/usr',"
-        " flags)"
-    ),
+    "gone": "for flags in (0, 1, 2, 8): l.umount2(here.encode(), flags); l.umount2(b'/usr', flags)",
     "its own": "l.unshare(0x20000); l.umount2(here.encode(), 2)",
-    "its own user's": (
-        "l.unshare(0x10020000); l.mount(b'none', here.encode(), b'tmpfs', 0, b'')"
-    ),
-    "another process's": (
-        "[l.setns(os.open(f'/proc/{n}/ns/mnt', 0), 0) for n in (1, os.getppid())]"
-    ),
+    "its own user's": "l.unshare(0x10020000); l.mount(b'none', here.encode(), b'tmpfs', 0, b'')",
+    "another process's": "[l.setns(os.open(f'/proc/{n}/ns/mnt', 0), 0) for n in (1, os.getppid())]",
     "another root": "os.mkdir('r'); l.pivot_root(b'.', b'r'); os.chroot('.')",
-    "of the new calls": (
-        "f = l.syscall(430, b'tmpfs', 0); l.syscall(431, f, 6, 0, 0, 0); l.syscall(432,"
-        " f, 0, 0)"
-    ),
-    "moved": (
-        "t = l.syscall(428, -100, here.encode(), 1); l.syscall(429, t, b'', -100,"
-        " up.encode(), 4)"
-    ),
-    "its attributes": (
-        "l.syscall(442, -100, b'.', 0, struct.pack('4Q', 1, 0, 0, 0), 32)"
-    ),
-    "held": (
-        "os.open('.', os.O_PATH); os.open('.', os.O_RDONLY); os.mkdir('d');"
-        " os.chdir('d'); time.sleep(0.1)"
-    ),
-}
+    "of the new calls": "f = l.syscall(430, b'tmpfs', 0); l.syscall(431, f, 6, 0, 0, 0); l.syscall(432, f, 0, 0)",
+    "moved": "t = l.syscall(428, -100, here.encode(), 1); l.syscall(429, t, b'', -100, up.encode(), 4)",
+    "its attributes": "l.syscall(442, -100, b'.', 0, struct.pack('4Q', 1, 0, 0, 0), 32)",
+    "held": "os.open('.', os.O_PATH); os.open('.', os.O_RDONLY); os.mkdir('d'); os.chdir('d'); time.sleep(0.1)",
+}  # fmt: skip
 LEFT = {
-    "modules": (
-        "for name in ('math', 'numpy', 'json', 'sitecustomize', 'fcsd_left'):"
-        " write(name + '.py', b'boom')"
-    ),
+    "modules": "for name in ('math', 'numpy', 'json', 'sitecustomize', 'fcsd_left'): write(name + '.py', b'boom')",
     "an answer": "write('answer.txt', b'41')",
     "everywhere": "for place in places: tried(write, f'{place}/fcsd_left')",
-    "folders everywhere": (
-        "for place in places: tried(os.makedirs, f'{place}/fcsd_left/a/b')"
-    ),
-    "closed folders": (
-        "os.mkdir('d', 0); os.mkdir('e', 0o300); write('e/f'); os.mkdir('../d', 0)"
-    ),
-    "files without a right": (
-        "os.close(os.open('f', os.O_CREAT | os.O_WRONLY, 0)); os.umask(0o777);"
-        " write('g')"
-    ),
-    "a deep folder": (
-        "all_of(400, lambda n: (os.mkdir('d'), os.chdir('d'))); os.mkdir('locked', 0)"
-    ),
+    "folders everywhere": "for place in places: tried(os.makedirs, f'{place}/fcsd_left/a/b')",
+    "closed folders": "os.mkdir('d', 0); os.mkdir('e', 0o300); write('e/f'); os.mkdir('../d', 0)",
+    "files without a right": "os.close(os.open('f', os.O_CREAT | os.O_WRONLY, 0)); os.umask(0o777); write('g')",
+    "a deep folder": "all_of(400, lambda n: (os.mkdir('d'), os.chdir('d'))); os.mkdir('locked', 0)",
     "a wide one": "all_of(500, lambda n: os.mkdir(f'd{n}', 0o100))",
-    "times": (
-        "os.utime('.', (1, 1)); os.utime('..', (1, 1)); os.utime(os.__file__, (1, 1))"
-    ),
+    "times": "os.utime('.', (1, 1)); os.utime('..', (1, 1)); os.utime(os.__file__, (1, 1))",
     "modes": "os.chmod('.', 0); os.chmod('..', 0); os.chmod(os.__file__, 0)",
-    "attributes": (
-        "os.setxattr('.', 'user.fcsd_left', b'x'); os.setxattr('..', 'user.fcsd_left',"
-        " b'x')"
-    ),
-    "that cannot change": (
-        "write('f'); fcntl.ioctl(os.open('f', 0), 0x40086602, struct.pack('l', 0x10))"
-    ),
-    "sparse": (
-        "f = open('f', 'wb'); f.truncate(16 << 20); os.posix_fallocate(f.fileno(), 0,"
-        " 16 << 20)"
-    ),
-    "the environment": (
-        "os.environ.update(PATH='/', HOME='/nowhere', TMPDIR='..', fcsd_left='x');"
-        " os.chdir('/')"
-    ),
+    "attributes": "os.setxattr('.', 'user.fcsd_left', b'x'); os.setxattr('..', 'user.fcsd_left', b'x')",
+    "that cannot change": "write('f'); fcntl.ioctl(os.open('f', 0), 0x40086602, struct.pack('l', 0x10))",
+    "sparse": "f = open('f', 'wb'); f.truncate(16 << 20); os.posix_fallocate(f.fileno(), 0, 16 << 20)",
+    "the environment": "os.environ.update(PATH='/', HOME='/nowhere', TMPDIR='..', fcsd_left='x'); os.chdir('/')",
     "open files": "all_of(99, lambda n: os.open('.', 0)); os.dup2(0, 63)",
-    "threads": (
-        "threading.Thread(target=lambda: [tried(write, f'../{n}') for n in"
-        " range(9**9)], daemon=True).start()"
-    ),
+    "threads": "threading.Thread(target=lambda: [tried(write, f'../{n}') for n in range(9**9)], daemon=True).start()",
     "processes": "os.fork() or [tried(write, f'../{n}') for n in range(9**9)]",
-    "shared memory": (
-        "l.shmget(77, 4096, 0o1666); l.shm_open(b'/fcsd_left', 0o102, 0o600);"
-        " l.memfd_create(b'x', 0)"
-    ),
-    "messages": (
-        "l.msgget(77, 0o1666); l.mq_open(b'/fcsd_left', 0o102, 0o600, 0); l.semget(77,"
-        " 1, 0o1666)"
-    ),
-    "keys": (
-        "[l.syscall(248, b'user', b'fcsd_left', b'x', 1, ring) for ring in (-1, -2, -3,"
-        " -4, -5)]"
-    ),
-}
+    "shared memory": "l.shmget(77, 4096, 0o1666); l.shm_open(b'/fcsd_left', 0o102, 0o600); l.memfd_create(b'x', 0)",
+    "messages": "l.msgget(77, 0o1666); l.mq_open(b'/fcsd_left', 0o102, 0o600, 0); l.semget(77, 1, 0o1666)",
+    "keys": "[l.syscall(248, b'user', b'fcsd_left', b'x', 1, ring) for ring in (-1, -2, -3, -4, -5)]",
+}  # fmt: skip
 LOCKS = {
     "the folder": "f = os.open('.', 0); fcntl.flock(f, 2); time.sleep(0.1)",
     "the folder above": "f = os.open('..', 0); fcntl.flock(f, 2); time.sleep(0.1)",
     "Python": "f = open(os.__file__); fcntl.flock(f, 2); time.sleep(0.1)",
-    "the interpreter": (
-        "f = open(os.path.realpath(sys.executable), 'rb'); fcntl.flock(f, 2);"
-        " time.sleep(0.1)"
-    ),
+    "the interpreter": "f = open(os.path.realpath(sys.executable), 'rb'); fcntl.flock(f, 2); time.sleep(0.1)",
     "the system": "f = os.open('/usr/lib', 0); fcntl.flock(f, 2); time.sleep(0.1)",
-    "devices": (
-        "f = [open(n) for n in ('/dev/null', '/dev/zero', '/dev/urandom')];"
-        " [fcntl.flock(n, 2) for n in f]"
-    ),
+    "devices": "f = [open(n) for n in ('/dev/null', '/dev/zero', '/dev/urandom')]; [fcntl.flock(n, 2) for n in f]",
     "by parts": "f = open('/dev/null', 'wb'); fcntl.lockf(f, 2); time.sleep(0.1)",
     "read by parts": "f = open(os.__file__); fcntl.lockf(f, 1); time.sleep(0.1)",
-    "of an open file": (
-        "f = open('f', 'wb'); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))"
-    ),
+    "of an open file": "f = open('f', 'wb'); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))",
     "held for ever": "f = open('f', 'wb'); fcntl.lockf(f, 2); time.sleep(99)",
-    "of one another": (
-        "f = open('f', 'wb'); g = open('f', 'wb'); fcntl.flock(f, 2); fcntl.flock(g, 2)"
-    ),
-    "leases": (
-        "f = open(os.__file__); fcntl.fcntl(f, 1024, 0); fcntl.fcntl(f, 1026, 31)"
-    ),
+    "of one another": "f = open('f', 'wb'); g = open('f', 'wb'); fcntl.flock(f, 2); fcntl.flock(g, 2)",
+    "leases": "f = open(os.__file__); fcntl.fcntl(f, 1024, 0); fcntl.fcntl(f, 1026, 31)",
     "standard input": "fcntl.flock(0, 2); fcntl.lockf(1, 2); time.sleep(0.1)",
     "pipes": "[tried(fcntl.flock, f, 2) for f in range(64)]; time.sleep(0.1)",
     "every file of Python": (
@@ -293,7 +183,7 @@ LOCKS = {
         " os.scandir(os.path.dirname(os.__file__))]; [tried(fcntl.flock, n, 2) for n in"
         " f if n]; time.sleep(0.1)"
     ),
-}
+}  # fmt: skip
 QUOTAS = {
     "the disk": "all_of(100, lambda n: write(f'f{n}', bytes(10 << 20)))",
     "the disk above": "all_of(100, lambda n: write(f'../f{n}', bytes(10 << 20)))",
@@ -308,39 +198,19 @@ all_of(100, fill)
 time.sleep(0.1)
 """
     ),
-    "the disk, mapped": (
-        "f = open('f', 'w+b'); f.truncate(9 << 20); mmap.mmap(f.fileno(), 0)[:] ="
-        " bytes(9 << 20)"
-    ),
+    "the disk, mapped": "f = open('f', 'w+b'); f.truncate(9 << 20); mmap.mmap(f.fileno(), 0)[:] = bytes(9 << 20)",
     "one byte a file": "all_of(5000, lambda n: write(f'f{n}', b'x'))",
     "memory": "blocks = []\nwhile True: blocks.append(bytes(32 << 20))",
-    "memory that is locked": (
-        "l.mlockall(7); blocks = [bytes(1 << 20) for n in range(99)]"
-    ),
-    "threads": (
-        "threading.stack_size(32 << 10)\nwhile True:"
-        " threading.Thread(target=time.sleep, args=[9]).start()"
-    ),
+    "memory that is locked": "l.mlockall(7); blocks = [bytes(1 << 20) for n in range(99)]",
+    "threads": "threading.stack_size(32 << 10)\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()",
     "numbers of processes": "for n in range(40000): l.syscall(56, 0x10f00, 0, 0, 0, 0)",
-    "signals": (
-        "t = ctypes.c_void_p()\nfor n in range(99999): l.timer_create(1, 0,"
-        " ctypes.byref(t))"
-    ),
-    "pipes": (
-        "for n in range(30): [tried(fcntl.fcntl, f, 1031, 1 << 20) for f in os.pipe()]"
-    ),
+    "signals": "t = ctypes.c_void_p()\nfor n in range(99999): l.timer_create(1, 0, ctypes.byref(t))",
+    "pipes": "for n in range(30): [tried(fcntl.fcntl, f, 1031, 1 << 20) for f in os.pipe()]",
     "descriptors": "all_of(9999, lambda n: os.open('/dev/null', 0))",
-    "watches": (
-        "f = l.inotify_init1(0); l.inotify_add_watch(f, b'.', 4095); l.epoll_create1(0)"
-    ),
+    "watches": "f = l.inotify_init1(0); l.inotify_add_watch(f, b'.', 4095); l.epoll_create1(0)",
     "processor": "while True: pass",
-    "processor, by threads": (
-        "for n in range(50): threading.Thread(target=exec, args=['while True:"
-        " pass']).start()"
-    ),
-    "its own limits": (
-        "import resource\nfor n in range(16): tried(resource.setrlimit, n, (0, 0))"
-    ),
+    "processor, by threads": "for n in range(50): threading.Thread(target=exec, args=['while True: pass']).start()",
+    "its own limits": "import resource\nfor n in range(16): tried(resource.setrlimit, n, (0, 0))",
     "a core": "l.prctl(4, 1); ctypes.string_at(0)",
     "a kill of its own": "os.kill(os.getpid(), 9)",
     "a kill by a timer": (
@@ -352,7 +222,7 @@ time.sleep(9)
 """
     ),
     "the strictest filter": "l.prctl(22, 1, 0, 0, 0)",
-}
+}  # fmt: skip
 KINDS = {
     "inodes": INODES,
     "links": LINKS,

@@ -70,65 +70,33 @@ def fenced(code: str, mark: str = "```", language: str = "python") -> str:
 
 GENERATED: dict[str, Form] = {
     "alone": lambda name, right, wrong, test: right,
-    "fence": lambda name, right, wrong, test: (
-        f"Sure!\n{fenced(right)}\nIt is `{name}`."
-    ),
+    "fence": lambda name, right, wrong, test: (f"Sure!\n{fenced(right)}\nIt is `{name}`."),
     "no language": lambda name, right, wrong, test: fenced(right, language=""),
     "never closed": lambda name, right, wrong, test: f"Here:\n```python\n{right}",
     "cut off": lambda name, right, wrong, test: f"```python\n{right}\n\ndef other(a, b",
-    "cut off inside": lambda name, right, wrong, test: (
-        f"```python\n{right[: -len(right) // 4]}"
-    ),
+    "cut off inside": lambda name, right, wrong, test: (f"```python\n{right[: -len(right) // 4]}"),
     "example first": lambda name, right, wrong, test: (
         f"{fenced(f'print({name}([1]))')}\ngives it, with\n{fenced(right)}"
     ),
-    "transcript": lambda name, right, wrong, test: (
-        f">>> {name}(1)\n2\n\n{fenced(right)}"
-    ),
-    "second version": lambda name, right, wrong, test: (
-        f"{fenced(wrong)}\nWait, wrong. So:\n{fenced(right)}"
-    ),
-    "first version": lambda name, right, wrong, test: (
-        f"{fenced(right)}\nor wrong\n{fenced(wrong)}"
-    ),
-    "both in one": lambda name, right, wrong, test: fenced(
-        f"{wrong}\n\n# better\n{right}"
-    ),
+    "transcript": lambda name, right, wrong, test: (f">>> {name}(1)\n2\n\n{fenced(right)}"),
+    "second version": lambda name, right, wrong, test: (f"{fenced(wrong)}\nWait, wrong. So:\n{fenced(right)}"),
+    "first version": lambda name, right, wrong, test: (f"{fenced(right)}\nor wrong\n{fenced(wrong)}"),
+    "both in one": lambda name, right, wrong, test: fenced(f"{wrong}\n\n# better\n{right}"),
     "right and wrong": lambda name, right, wrong, test: fenced(f"{right}\n\n{wrong}"),
-    "pip": lambda name, right, wrong, test: (
-        f"```bash\npip install numpy\n```\n{fenced(right)}"
-    ),
-    "prose": lambda name, right, wrong, test: (
-        f"I'd write it so.\n\n{right}\n\nThat's all there is."
-    ),
+    "pip": lambda name, right, wrong, test: (f"```bash\npip install numpy\n```\n{fenced(right)}"),
+    "prose": lambda name, right, wrong, test: (f"I'd write it so.\n\n{right}\n\nThat's all there is."),
     "prose close by": lambda name, right, wrong, test: f"This is it:\n{right}\nDone",
     "tildes": lambda name, right, wrong, test: fenced(right, "~~~"),
     "four": lambda name, right, wrong, test: fenced(right, "````"),
-    "behind text": lambda name, right, wrong, test: (
-        f"The code: {fenced(right)} as asked"
-    ),
+    "behind text": lambda name, right, wrong, test: (f"The code: {fenced(right)} as asked"),
     "tags": lambda name, right, wrong, test: f"<answer>\n{right}\n</answer>",
-    "list": lambda name, right, wrong, test: (
-        f"1. Look.\n2. Go:\n{fenced(right)}\n- O(1)"
-    ),
-    "indented": lambda name, right, wrong, test: (
-        f"1. So:\n{textwrap.indent(fenced(right), '   ')}"
-    ),
-    "tests": lambda name, right, wrong, test: fenced(
-        f"{right}\n\n{test}\nprint({name})"
-    ),
-    "main": lambda name, right, wrong, test: fenced(
-        f"{right}\n\nif __name__ == '__main__':\n    main()"
-    ),
-    "tests apart": lambda name, right, wrong, test: (
-        f"{fenced(right)}\nTest:\n{fenced(test)}"
-    ),
-    "output": lambda name, right, wrong, test: (
-        f"{fenced(right)}\nOutput:\n```\n1\n2\n3\n```"
-    ),
-    "future": lambda name, right, wrong, test: fenced(
-        f"from __future__ import annotations\n{right}"
-    ),
+    "list": lambda name, right, wrong, test: (f"1. Look.\n2. Go:\n{fenced(right)}\n- O(1)"),
+    "indented": lambda name, right, wrong, test: (f"1. So:\n{textwrap.indent(fenced(right), '   ')}"),
+    "tests": lambda name, right, wrong, test: fenced(f"{right}\n\n{test}\nprint({name})"),
+    "main": lambda name, right, wrong, test: fenced(f"{right}\n\nif __name__ == '__main__':\n    main()"),
+    "tests apart": lambda name, right, wrong, test: (f"{fenced(right)}\nTest:\n{fenced(test)}"),
+    "output": lambda name, right, wrong, test: (f"{fenced(right)}\nOutput:\n```\n1\n2\n3\n```"),
+    "future": lambda name, right, wrong, test: fenced(f"from __future__ import annotations\n{right}"),
     "cached": lambda name, right, wrong, test: fenced(
         "import functools\n"
         + right.replace(f"def {name}", f"@functools.cache\ndef {name}")
@@ -136,20 +104,14 @@ GENERATED: dict[str, Form] = {
     "tried import": lambda name, right, wrong, test: fenced(
         f"try:\n    import numpy\nexcept ImportError:\n    numpy = None\n\n{right}"
     ),
-    "windows": lambda name, right, wrong, test: f"So:\n{fenced(right)}\n".replace(
-        "\n", "\r\n"
-    ),
+    "windows": lambda name, right, wrong, test: f"So:\n{fenced(right)}\n".replace("\n", "\r\n"),
     "tabs": lambda name, right, wrong, test: fenced(right.replace("    ", "\t")),
-    "input": lambda name, right, wrong, test: fenced(
-        f"{right}\n\nx = input()\nprint({name}(x))"
-    ),
-    "diff": lambda name, right, wrong, test: fenced(
-        textwrap.indent(right, "+"), language="diff"
-    ),
+    "input": lambda name, right, wrong, test: fenced(f"{right}\n\nx = input()\nprint({name}(x))"),
+    "diff": lambda name, right, wrong, test: fenced(textwrap.indent(right, "+"), language="diff"),
     "refused": lambda name, right, wrong, test: f"I cannot write {name}.",
     "wrong": lambda name, right, wrong, test: f"Sure:\n{fenced(wrong)}",
     "nothing": lambda name, right, wrong, test: "",
-}
+}  # fmt: skip
 # Where the two differ: EvalPlus's blocks have two lines or more.
 ONE_LINE = "a function in one line, alone between fences"
 BEFORE = (

@@ -316,17 +316,11 @@ def ending_tokenizer() -> Any:
         ({"input_ids": [9, 4.5, 9, 9, 9]}, "a list of whole numbers is needed"),
         ({"input_ids": ["a"] * 9}, "a list of whole numbers is needed"),
         ({"text": "ab\ud83d cdefgh"}, "a text holds half a character"),
-        (
-            {"messages": [{"role": "user", "content": "ab\ud83d"}]},
-            "a text holds half a character",
-        ),
+        ({"messages": [{"role": "user", "content": "ab\ud83d"}]}, "a text holds half a character"),
         ({"prompt": "ab\ud83d", "completion": "c"}, "a text holds half a character"),
-        (
-            {"messages": [{"role": "assistant", "content": "hello"}]},
-            "no message before the answer",
-        ),
+        ({"messages": [{"role": "assistant", "content": "hello"}]}, "no message before the answer"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_makes_no_prompt_is_named(
     example: dict[str, Any], words: str, tmp_path: Path
 ) -> None:

@@ -46,32 +46,20 @@ def field(layers, attention="partial", mlp="outdated"):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        (
-            "cohere2_moe",
-            {
-                "shared_expert_combination_strategy": "sum",
-                "expert_selection_fn": "sigmoid",
-            },
-        ),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"}),
         ("cohere2_moe", {"num_shared_experts": 0, "rms_norm_eps": 1e-5}),
         ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared", "shared"]}),
         ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("beam", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
-        (
-            "inkling_text",
-            {
-                "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"],
-                "n_shared_experts": 1,
-            },
-        ),
+        ("inkling_text", {"mlp_layer_types": ["sparse", "sparse", "dense", "sparse"], "n_shared_experts": 1}),
         ("axk1", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("afmoe", {"num_dense_layers": 2, "mup_enabled": False}),
         ("kolibri1", {"norm_topk_prob": False}),
         ("flex_olmo", {"norm_topk_prob": True}),
         ("minimax", {"layer_types": ["linear_attention"] * 4}),
     ],
-)
+)  # fmt: skip
 def test_members_of_a_family_with_other_settings_compute_the_equations(name, overrides):
     model = tiny_model(name, **overrides)
     for layers in (range(4), [1, 2]):

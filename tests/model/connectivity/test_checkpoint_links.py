@@ -253,14 +253,10 @@ def test_code_of_a_tokenizer_is_taken_from_its_folder_alone(
         f"from .{tmp_path}/secret import x\n": (
             r"words\.py: imports \./.*, but fcsd copies only files in the same folder"
         ),
-        "from .missing import x\n": (
-            r"missing\.py: no such file, which the code of .*words\.py needs"
-        ),
+        "from .missing import x\n": r"missing\.py: no such file, which the code of .*words\.py needs",
         "from .link import x\n": r"link\.py: is a link to .*secret\.py",
-        "from .modeling_farskip import x\n": (
-            "modeling_farskip.py: fcsd writes the connectivity's code under this name"
-        ),
-    }
+        "from .modeling_farskip import x\n": "modeling_farskip.py: fcsd writes the connectivity's code under this name",
+    }  # fmt: skip
     (base / "link.py").symlink_to("../secret.py")
     for text, message in wrong.items():
         (base / "words.py").write_text(text)

@@ -637,40 +637,16 @@ OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
     ("damage", "message"),
     [
         (truncate_a_shard, r"-00002-of-\d+.safetensors: damaged or incomplete"),
-        (
-            remove_a_shard,
-            r"-00002-of-\d+.safetensors: no such file, but model.safetensors.index.json names it",
-        ),
-        (
-            reshape_a_tensor,
-            r"tensor '.*' has shape \[\d+\], but config.json says \[.*\]; weights and config",
-        ),
-        (
-            empty_a_shard,
-            r"tensor '.*' is not in this file, but model.safetensors.index.json says so",
-        ),
-        (
-            config(architectures=["OlmoeForCausalLM"]),
-            "architectures names OlmoeForCausalLM, but model_type is",
-        ),
-        (
-            config(model_type="olmoe"),
-            "architectures names MixtralForCausalLM, but model_type is 'olmoe'",
-        ),
-        (
-            config(model_type="doge"),
-            "'doge' cannot be converted: its experts are rows of an embedding",
-        ),
-        (
-            config(model_type="own", auto_map=OWN),
-            "trust_remote_code=True .* loads it, but fcsd cannot",
-        ),
+        (remove_a_shard, r"-00002-of-\d+.safetensors: no such file, but model.safetensors.index.json names it"),
+        (reshape_a_tensor, r"tensor '.*' has shape \[\d+\], but config.json says \[.*\]; weights and config"),
+        (empty_a_shard, r"tensor '.*' is not in this file, but model.safetensors.index.json says so"),
+        (config(architectures=["OlmoeForCausalLM"]), "architectures names OlmoeForCausalLM, but model_type is"),
+        (config(model_type="olmoe"), "architectures names MixtralForCausalLM, but model_type is 'olmoe'"),
+        (config(model_type="doge"), "'doge' cannot be converted: its experts are rows of an embedding"),
+        (config(model_type="own", auto_map=OWN), "trust_remote_code=True .* loads it, but fcsd cannot"),
         (config(hidden_size=48), "but config.json says"),
         (config(farskip={"version": 1}), "contradicts the field farskip"),
-        (
-            config(num_hidden_layers=3),
-            r"19 tensors belong to no parameter, the first is 'model\.layers\.3\.",
-        ),
+        (config(num_hidden_layers=3), r"19 tensors belong to no parameter, the first is 'model\.layers\.3\."),
         (config(architectures=3), "architectures must be a list of class names, got 3"),
         (config(num_attention_heads=0), "no MixtralForCausalLM can be built from it"),
         (name_a_shard("../outside.safetensors"), NAMES),
@@ -678,17 +654,11 @@ OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
         (name_a_shard("x" * 300 + ".safetensors"), NAMES),
         (name_a_shard(3), NAMES),
         (name_a_shard(None), NAMES),
-        (
-            tokenizer_config('{"auto_map": "x.Y"}'),
-            "base/tokenizer_config.json: auto_map: Auto class to module.Class",
-        ),
-        (
-            tokenizer_config('{"auto_map": {"AutoTokenizer": ["/etc/x.Y", 3]}}'),
-            "auto_map: Auto class to module",
-        ),
+        (tokenizer_config('{"auto_map": "x.Y"}'), "base/tokenizer_config.json: auto_map: Auto class to module.Class"),
+        (tokenizer_config('{"auto_map": {"AutoTokenizer": ["/etc/x.Y", 3]}}'), "auto_map: Auto class to module"),
         (tokenizer_config('{"a": '), "base/tokenizer_config.json: not valid JSON"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_source_is_refused_and_leaves_nothing_behind(damage, message, tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path / "base", max_shard_size="30KB")
     damage(tmp_path / "base")

@@ -104,18 +104,8 @@ CASES = {  # keys -> our layers and sides; layer 0 is dense
         "partial",
         "outdated",
     ),
-    "the end is inclusive": (
-        {"farskip_end_idx": 3},
-        [0, 1, 2, 3],
-        "partial",
-        "outdated",
-    ),
-    "starts after the dense layer": (
-        {"farskip_start_idx": 1},
-        [1, 2, 3, 4],
-        "partial",
-        "outdated",
-    ),
+    "the end is inclusive": ({"farskip_end_idx": 3}, [0, 1, 2, 3], "partial", "outdated"),
+    "starts after the dense layer": ({"farskip_start_idx": 1}, [1, 2, 3, 4], "partial", "outdated"),
     "attention only": ({"attn_only_farskip": True}, [0, 1, 2, 3, 4], "partial", "full"),
     "attention only, in the middle": (
         {"attn_only_farskip": True, "farskip_start_idx": 3, "farskip_end_idx": 3},
@@ -130,7 +120,7 @@ CASES = {  # keys -> our layers and sides; layer 0 is dense
         "full",
         "outdated",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

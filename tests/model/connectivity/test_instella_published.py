@@ -67,18 +67,12 @@ def test_the_names_and_sizes_are_those_of_the_published_index():
 
 KEYS = {  # keys -> layers that are FarSkip
     "as published": ({}, range(LAYERS)),
-    "an MTP layer that the files do not hold": (
-        {"num_nextn_predict_layers": 1},
-        range(LAYERS),
-    ),
-    "the range written out": (
-        {"farskip_start_idx": 0, "farskip_end_idx": 1e4},
-        range(LAYERS),
-    ),
+    "an MTP layer that the files do not hold": ({"num_nextn_predict_layers": 1}, range(LAYERS)),
+    "the range written out": ({"farskip_start_idx": 0, "farskip_end_idx": 1e4}, range(LAYERS)),
     "an end": ({"farskip_end_idx": 2}, range(3)),
     "a regular model": ({"farskip": False}, range(0)),
     "none of the keys": ({"farskip": None, "auto_map": None}, range(0)),
-}
+}  # fmt: skip
 
 
 @float64

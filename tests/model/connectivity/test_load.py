@@ -225,73 +225,32 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
     ("changes", "message"),
     [
         ({"model_type": None}, "model_type is missing"),
-        (
-            {"model_type": "bloomz"},
-            "model type 'bloomz' is not supported; `fcsd families` lists the ",
-        ),
-        (
-            {"model_type": "llama", "num_experts": None, "num_local_experts": None},
-            "is a dense model",
-        ),
+        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; `fcsd families` lists the "),
+        ({"model_type": "llama", "num_experts": None, "num_local_experts": None}, "is a dense model"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "none of its 4 layers is an MoE layer"),
-        (
-            {"farskip": {"version": 1}},
-            "contradicts the field farskip, which is present",
-        ),
-        (
-            {"model_type": "farskip_qwen3_moe"},
-            "contradicts the field farskip, which is absent",
-        ),
+        ({"farskip": {"version": 1}}, "contradicts the field farskip, which is present"),
+        ({"model_type": "farskip_qwen3_moe"}, "contradicts the field farskip, which is absent"),
         ({"hidden_size": 48}, "but config.json says"),
-        (
-            {"num_hidden_layers": 5},
-            "tensors are missing, the first is 'model.layers.4.",
-        ),
+        ({"num_hidden_layers": 5}, "tensors are missing, the first is 'model.layers.4."),
         ({"hidden_size": "wide"}, "transformers refuses it"),
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            "architectures names MixtralForCausalLM, but model_type",
-        ),
-        (
-            {"model_type": "mixtral"},
-            "names Qwen3MoeForCausalLM, but model_type is 'mixtral'",
-        ),
-        (
-            {"architectures": ["FarSkipQwen3MoeForCausalLM"]},
-            "names FarSkipQwen3MoeForCausalLM, but",
-        ),
-        (
-            {"model_type": ["qwen3_moe"]},
-            "model_type must be a text such as 'qwen3_moe', got ['qwen3_moe']",
-        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures names MixtralForCausalLM, but model_type"),
+        ({"model_type": "mixtral"}, "names Qwen3MoeForCausalLM, but model_type is 'mixtral'"),
+        ({"architectures": ["FarSkipQwen3MoeForCausalLM"]}, "names FarSkipQwen3MoeForCausalLM, but"),
+        ({"model_type": ["qwen3_moe"]}, "model_type must be a text such as 'qwen3_moe', got ['qwen3_moe']"),
         ({"model_type": {"a": 1}}, "model_type must be a text"),
         ({"text_config": {"model_type": [1]}}, "text_config.model_type must be a text"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, a number is needed"),
         ({"rope_parameters": {"a": [1, float("nan")]}}, "rope_parameters.a.1 is NaN"),
         ({"vocab_size": int("9" * 400)}, "config.json"),
-        (
-            {"quantization_config": {"quant_method": "mine"}},
-            "quant_method 'mine' is not one that the installed",
-        ),
-        (
-            {"quantization_config": {"quant_method": ["fp8"]}},
-            "quant_method \"['fp8']\" is not one",
-        ),
+        ({"quantization_config": {"quant_method": "mine"}}, "quant_method 'mine' is not one that the installed"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method \"['fp8']\" is not one"),
         ({"quantization_config": {"bits": 4}}, "quant_method 'None' is not one"),
         ({"quantization_config": "fp8"}, "config.json: transformers refuses it"),
-        (
-            {"model_type": "doge"},
-            "cannot be converted: its experts are rows of an embedding",
-        ),
-        (
-            {
-                "model_type": "own",
-                "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"},
-            },
-            "has its own code: trust_remote_code=True",
-        ),
+        ({"model_type": "doge"}, "cannot be converted: its experts are rows of an embedding"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+         "has its own code: trust_remote_code=True"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(
     base, changes, message, no_weights_read
 ):
@@ -553,14 +512,8 @@ def test_an_implementation_that_a_family_does_not_have_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"experts_implementation": "fast"},
-            "refuses experts_implementation='fast': .*eager",
-        ),
-        (
-            {"attn_implementation": "fast"},
-            "refuses attn_implementation='fast': .*eager",
-        ),
+        ({"experts_implementation": "fast"}, "refuses experts_implementation='fast': .*eager"),
+        ({"attn_implementation": "fast"}, "refuses attn_implementation='fast': .*eager"),
         pytest.param(
             {
                 "attn_implementation": "flash_attention_2",
@@ -572,7 +525,7 @@ def test_an_implementation_that_a_family_does_not_have_is_refused_in_a_line(
             ),
         ),
     ],
-)
+)  # fmt: skip
 def test_an_implementation_that_does_not_exist_here_is_refused_in_a_line(
     saved, options, message, weights, tmp_path
 ):

@@ -409,16 +409,11 @@ def test_the_files_of_a_processor_stay_byte_for_byte_through_conversion_and_back
     """
     tiny_model("llama4").save_pretrained(tmp_path / "base")
     files = {
-        "preprocessor_config.json": (
-            b'{ "image_processor_type": "Llama4ImageProcessor",\n\t"size":'
-            b' {"height":336}}'
-        ),
-        "processor_config.json": (
-            b'{"patch_size": 14, "fake_image_token": "<|image|>"}\r\n'
-        ),
+        "preprocessor_config.json": b'{ "image_processor_type": "Llama4ImageProcessor",\n\t"size": {"height":336}}',
+        "processor_config.json": b'{"patch_size": 14, "fake_image_token": "<|image|>"}\r\n',
         "video_preprocessor_config.json": b'{"fps": 2.0}',
         "chat_template.json": '{"chat_template": "{{ \'\u00e9\' }}"}'.encode(),
-    }
+    }  # fmt: skip
     for name, data in files.items():
         (tmp_path / "base" / name).write_bytes(data)
     convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))

@@ -150,22 +150,13 @@ def test_a_selection_of_outdated_mlp_sides_is_written_as_indices_or_as_a_word(
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        (
-            {"version": 2, "layers": [], "attention": "partial", "mlp": "outdated"},
-            "reads version 1, got 2",
-        ),
+        ({"version": 2, "layers": [], "attention": "partial", "mlp": "outdated"}, "reads version 1, got 2"),
         (None, "reads version 1, got None"),
         ({"version": 1, "layers": [0]}, "needs exactly the keys version, layers"),
-        (
-            {"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"},
-            "layers (a list)",
-        ),
-        (
-            {"version": 1, "layers": [-1], "attention": "partial", "mlp": "outdated"},
-            "index -1 is negative",
-        ),
+        ({"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"}, "layers (a list)"),
+        ({"version": 1, "layers": [-1], "attention": "partial", "mlp": "outdated"}, "index -1 is negative"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_config_field_is_refused(field, message):
     with pytest.raises(UserError) as caught:
         Connectivity.from_field(field, "x/config.json")

@@ -92,25 +92,17 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
         ("llama4_text", {"moe_layers": [0]}, [1, 0, 0, 0]),
         ("mixtral", {}, [1, 1, 1, 1]),
         ("gpt_oss", {}, [1, 1, 1, 1]),
-        (
-            "kimi_linear",
-            {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
-            [1, 0, 1, 0],
-        ),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}, [1, 0, 1, 0]),
         ("exaone_moe", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, [0, 1, 0, 1]),
-        (
-            "ernie4_5_moe",
-            {"moe_layer_start_index": 0, "moe_layer_end_index": 2},
-            [1, 1, 1, 0],
-        ),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, [1, 1, 1, 0]),
         ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0}, [1, 0, 0, 1]),
         ("jamba", {"num_experts": 1}, [0, 0, 0, 0]),
         ("lfm2_moe", {"num_dense_layers": 2}, [0, 0, 1, 1]),
         ("granitemoehybrid", {}, [1, 1, 1, 1]),
         ("granitemoehybrid", {"num_local_experts": 0}, [0, 0, 0, 0]),
     ],
-)
+)  # fmt: skip
 def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
     family, model = FAMILIES[name], tiny_model(name, **overrides)
     assert moe_mask(model.config, family) == [bool(value) for value in expected]

@@ -156,14 +156,9 @@ PUBLISHED = {
     "OLMoE-1B-7B-0924": ("6.9", (), "1.3", ()),
     "gpt-oss-20b": ("20.91", (), "3.61", ("embeddings",)),
     "GLM-4.5-Air": ("106", ("embeddings", "lm_head"), "12", ("embeddings", "lm_head")),
-    "Moonlight-16B-A3B": (
-        "15.29",
-        ("embeddings", "lm_head"),
-        "2.24",
-        ("embeddings", "lm_head"),
-    ),
+    "Moonlight-16B-A3B": ("15.29", ("embeddings", "lm_head"), "2.24", ("embeddings", "lm_head")),
     "Instella-MoE-16B-A3B-Think": ("16", (), "2.8", ()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -446,32 +441,15 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path):
     ("prepare", "message"),
     [
         (lambda folder: None, "is an empty folder"),
-        (
-            lambda folder: (folder / "notes.txt").write_text("mine"),
-            "config.json: no such file",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text("{"),
-            "config.json: not valid JSON",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text("{}"),
-            "config.json: model_type is missing",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text(
-                '{"model_type": "farskip_mixtral"}'
-            ),
-            "model_type 'farskip_mixtral' without the field farskip",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text(
-                '{"model_type": "mixtral", "num_hidden_layers": "two"}'
-            ),
-            "config.json: transformers refuses it: ",
-        ),
+        (lambda folder: (folder / "notes.txt").write_text("mine"), "config.json: no such file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "config.json: model_type is missing"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "farskip_mixtral"}'),
+         "model_type 'farskip_mixtral' without the field farskip"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": "two"}'),
+         "config.json: transformers refuses it: "),
     ],
-)
+)  # fmt: skip
 def test_a_folder_that_is_no_checkpoint_is_refused(prepare, message, tmp_path, capsys):
     prepare(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 2

@@ -47,14 +47,7 @@ def test_of_a_gpus_trace_link_kernels_count_as_hidden_where_others_run() -> None
     events = [
         event("farskip::start dispatch forward 0", 10, 5, "user_annotation"),
         event("cudaLaunchKernelExC", 12, 1, "cuda_runtime", 7),
-        event(
-            "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
-            100,
-            100,
-            "kernel",
-            7,
-            tid=20,
-        ),
+        event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 100, 100, "kernel", 7, tid=20),
         event("sm90_xmma_gemm_bf16", 120, 60, "kernel", 8, tid=7),
         event("farskip::start combine backward 0", 20, 5, "user_annotation", tid=2),
         event("cudaLaunchKernel", 21, 1, "cuda_runtime", 9, tid=2),
@@ -62,7 +55,7 @@ def test_of_a_gpus_trace_link_kernels_count_as_hidden_where_others_run() -> None
         event("elementwise_kernel", 300, 100, "kernel", 10, tid=7),
         event("ncclDevKernel_AllGather_RING_LL", 130, 60, "kernel", 11, tid=22),
         event("Memcpy DtoD", 100, 100, "gpu_memcpy", 12, tid=20),
-    ]
+    ]  # fmt: skip
     measured = from_trace(events)
     assert measured["forward dispatch"].total == pytest.approx(100e-6)
     assert measured["forward"].overlap == pytest.approx(0.6)

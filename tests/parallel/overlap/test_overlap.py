@@ -310,29 +310,17 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(
 @pytest.mark.parametrize(
     ("facts", "steps"),
     [
-        (
-            {"incoming": True, "outgoing": True},
-            "a wC- router sD b wD experts sC shared",
-        ),
+        ({"incoming": True, "outgoing": True}, "a wC- router sD b wD experts sC shared"),
         ({"outgoing": True}, "router sD a b wD experts sC shared"),
         ({"incoming": True}, "a wC- router sD b wD experts sC shared wC"),
         ({}, "router sD a wD experts sC b shared wC"),
         ({"split": "end"}, "router sD a b wD experts sC shared wC"),
-        (
-            {"incoming": True, "split": "start"},
-            "wC- router sD a b wD experts sC shared wC",
-        ),
-        (
-            {"incoming": True, "outgoing": True, "split": "end"},
-            "a b wC- router sD shared wD experts sC",
-        ),
-        (
-            {"incoming": True, "outgoing": True, "outdated": False},
-            "a b wC- router sD shared wD experts sC",
-        ),
+        ({"incoming": True, "split": "start"}, "wC- router sD a b wD experts sC shared wC"),
+        ({"incoming": True, "outgoing": True, "split": "end"}, "a b wC- router sD shared wD experts sC"),
+        ({"incoming": True, "outgoing": True, "outdated": False}, "a b wC- router sD shared wD experts sC"),
         ({"moe": False, "incoming": True}, "a b wC- mlp"),
     ],
-)
+)  # fmt: skip
 def test_the_steps_of_a_layer_follow_from_what_is_in_flight(
     facts: dict[str, Any], steps: str
 ) -> None:

@@ -79,16 +79,12 @@ def sends_other_rows() -> None:
     ("fault", "message"),
     [
         (fails, "ValueError: bad rows"),
-        pytest.param(
-            killed,
-            "error: rank 1 of 2 ended without an error: killed",
-            marks=pytest.mark.breadth,
-        ),
+        pytest.param(killed, "error: rank 1 of 2 ended without an error: killed", marks=pytest.mark.breadth),
         (hangs, "Timed out waiting"),
         (sends_other_rows, "their models or precisions differ"),
     ],
     ids=["fails", "killed", "hangs", "sends other rows"],
-)
+)  # fmt: skip
 def test_a_rank_that_goes_wrong_between_dispatch_and_combine_ends_the_other(
     bench: Bench, tmp_path: Path, fault: Callable[[], None], message: str
 ) -> None:

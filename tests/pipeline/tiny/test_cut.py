@@ -43,17 +43,8 @@ _QWEN4 = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QWEN4,
     "qwen4_exp": {"text_config": _QWEN4},
-    "deepseek_v2": {
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-    },
-    "dots1": {
-        "n_routed_experts": 128,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v2": {"n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": [8] * 32},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "dbrx": {
@@ -109,7 +100,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             }
         }
     },
-}
+}  # fmt: skip
 
 
 def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:

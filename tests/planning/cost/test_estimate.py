@@ -63,21 +63,13 @@ MEASURED = {
     "kl": PLAIN,
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
     "kl, one micro-batch": replace(PLAIN, accumulates=False),
-    "jsd, frozen ends": replace(
-        PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True
-    ),
+    "jsd, frozen ends": replace(PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True),
     "sft": replace(PLAIN, objective=objective_of("sft"), num_rows=6),
-    "kl+l2, checkpointing": replace(
-        PLAIN, objective=objective_of("kl+l2", l2_coefficient=1.0), checkpointing=True
-    ),
+    "kl+l2, checkpointing": replace(PLAIN, objective=objective_of("kl+l2", l2_coefficient=1.0), checkpointing=True),
     "kl, cached teacher": replace(PLAIN, teacher="cache", num_rows=6),
-    "kl, lora, adapters off": replace(
-        PLAIN, teacher="adapter_off", adapters=True, num_rows=6
-    ),
-    "kl, lora, cached, checkpointing": replace(
-        PLAIN, teacher="cache", adapters=True, checkpointing=True, num_rows=6
-    ),
-}
+    "kl, lora, adapters off": replace(PLAIN, teacher="adapter_off", adapters=True, num_rows=6),
+    "kl, lora, cached, checkpointing": replace(PLAIN, teacher="cache", adapters=True, checkpointing=True, num_rows=6),
+}  # fmt: skip
 
 
 SHARDED = {"fsdp2, kl, checkpointing": replace(PLAIN, checkpointing=True)}
@@ -683,24 +675,12 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
 @pytest.mark.parametrize(
     ("rows", "batch", "max_length", "ranks", "ways"),
     [
-        (
-            1,
-            131072,
-            4096,
-            64,
-            "a batch of 262144, or data.max_length 2048, or 32 processes",
-        ),
-        (
-            1,
-            65536,
-            4096,
-            32,
-            "a batch of 131072, or data.max_length 2048, or 16 processes",
-        ),
+        (1, 131072, 4096, 64, "a batch of 262144, or data.max_length 2048, or 32 processes"),
+        (1, 65536, 4096, 32, "a batch of 131072, or data.max_length 2048, or 16 processes"),
         (4, 49152, 1024, 8, "per_device_train_batch_size 3"),
         (1, 1000, 64, 3, "a batch of 1152"),
     ],
-)
+)  # fmt: skip
 def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
     rows: int, batch: int, max_length: int, ranks: int, ways: str
 ) -> None:
@@ -913,38 +893,18 @@ def test_the_demo_is_estimated_before_anything_is_there(
     [
         (["--gpu", "h20"], r"--gpu h20: unknown GPU; allowed: a100, .*did you mean"),
         (["--gpus", "0"], r"--gpus: Input should be greater than or equal to 1, got 0"),
-        (
-            ["--gpus", "3"],
-            (
-                r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; possible"
-                r": a batch of 132096, or 2 processes$"
-            ),
-        ),
-        (
-            ["--mfu", "fast"],
-            r"--mfu: a range such as 0.1-0.25, or one number, got 'fast'",
-        ),
-        (
-            ["--mfu", "0.5-0.1"],
-            r"--mfu: 0.5-0.1: a range such as 0.1-0.25, within 0 and 1",
-        ),
-        (
-            ["--expert-parallel", "3"],
-            r"--expert-parallel 3: does not divide the 1 GPUs",
-        ),
-        (
-            ["--gpus", "2", "--expert-parallel", "2"],
-            r"--expert-parallel 2: shards all other .* add --sharding fsdp2",
-        ),
-        (
-            ["--network-gb-s", "0"],
-            r"--network-gb-s: Input should be greater than 0, got 0",
-        ),
+        (["--gpus", "3"],
+         r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; possible: a batch of 132096, or 2 processes$"),
+        (["--mfu", "fast"], r"--mfu: a range such as 0.1-0.25, or one number, got 'fast'"),
+        (["--mfu", "0.5-0.1"], r"--mfu: 0.5-0.1: a range such as 0.1-0.25, within 0 and 1"),
+        (["--expert-parallel", "3"], r"--expert-parallel 3: does not divide the 1 GPUs"),
+        (["--gpus", "2", "--expert-parallel", "2"], r"--expert-parallel 2: shards all other .* add --sharding fsdp2"),
+        (["--network-gb-s", "0"], r"--network-gb-s: Input should be greater than 0, got 0"),
         (["--variant", "sft"], r"has no variant 'sft'; allowed: none"),
         (["--pretrain"], r"has no `pretrain` section"),
         (["--set", "model.path=nowhere/at/all"], r"nowhere/at/all: no such folder"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(
     command: list[str],
     message: str,

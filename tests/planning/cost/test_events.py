@@ -46,17 +46,11 @@ H100 = {"gpu": "h100", "nodes": 4, "global_batch": 512}
 H200 = {"gpu": "h200", "global_batch": 64, "batch": 2}
 TRAININGS = {
     "Qwen3-30B-A3B, 32 H100": ("Qwen3-30B-A3B", H100),
-    "Qwen3-30B-A3B, 32 H100, all kept": (
-        "Qwen3-30B-A3B",
-        {**H100, "keep_activations": True},
-    ),
+    "Qwen3-30B-A3B, 32 H100, all kept": ("Qwen3-30B-A3B", {**H100, "keep_activations": True}),
     "Qwen3-30B-A3B, 8 H200": ("Qwen3-30B-A3B", H200),
     "DeepSeek-V2-Lite, 32 H100": ("DeepSeek-V2-Lite", H100),
-    "DeepSeek-V2-Lite, 8 H200, all kept": (
-        "DeepSeek-V2-Lite",
-        {**H200, "keep_activations": True},
-    ),
-}
+    "DeepSeek-V2-Lite, 8 H200, all kept": ("DeepSeek-V2-Lite", {**H200, "keep_activations": True}),
+}  # fmt: skip
 SERVERS = {
     "Qwen3-30B-A3B, decoding": {"phase": "decode", "batch": 64},
     "Qwen3-30B-A3B, norms fused": {"phase": "decode", "batch": 16},

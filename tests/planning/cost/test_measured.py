@@ -251,22 +251,11 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
         ({"connectivity": None}, "connectivity"),
         ({"num_layers": 5}, "exchanges: layer 5, but the model has 5, from 0 on"),
         ({"communication_s": 1e-9}, "communication_s and overlap: only for a server"),
-        (
-            {"slowdown": 5},
-            "slowdown: 5 seconds of computation lost per hidden second; must be at most 1",
-        ),
+        ({"slowdown": 5}, "slowdown: 5 seconds of computation lost per hidden second; must be at most 1"),
         ({"step_s": 2.4000001}, "the 1e-07 s that are left cannot hide 1.8"),
-        (
-            {
-                "phase": "prefill",
-                "exchanges": [],
-                "communication_s": 4.9999988,
-                "overlap": 1.0,
-            },
-            "left cannot hide 2.5",
-        ),
+        ({"phase": "prefill", "exchanges": [], "communication_s": 4.9999988, "overlap": 1.0}, "left cannot hide 2.5"),
     ],
-)
+)  # fmt: skip
 def test_times_that_cannot_be_are_one_line(
     tmp_path: Path, change: Any, message: str
 ) -> None:

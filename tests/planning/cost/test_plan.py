@@ -429,26 +429,13 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
     ("name", "changed", "gpu", "expected"),
     [
         ("DeepSeek-V3", {}, "h100", ("FP8", 1.0, 1.0, "fp8")),
-        (
-            "DeepSeek-V3",
-            {},
-            "a100",
-            ("FP8, computed in bfloat16", 1.0, 1.0, "bfloat16"),
-        ),
+        ("DeepSeek-V3", {}, "a100", ("FP8, computed in bfloat16", 1.0, 1.0, "bfloat16")),
         ("gpt-oss-20b", {}, "h100", ("MXFP4 experts", 0.53125, 2.0, "bfloat16")),
         ("Qwen3-30B-A3B", {}, "h100", ("bfloat16", 2.0, 2.0, "bfloat16")),
-        (
-            "Qwen3-30B-A3B",
-            {"quant_method": "gptq", "bits": 4, "group_size": 128},
-            "h100",
-            ("INT4", 0.515625, 0.515625, "bfloat16"),
-        ),
-        (
-            "Qwen3-30B-A3B",
-            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-            "b200",
-            ("NVFP4", 0.5625, 0.5625, "bfloat16"),
-        ),
+        ("Qwen3-30B-A3B", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "h100",
+         ("INT4", 0.515625, 0.515625, "bfloat16")),
+        ("Qwen3-30B-A3B", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "b200",
+         ("NVFP4", 0.5625, 0.5625, "bfloat16")),
         (
             "Qwen3-30B-A3B",
             {
@@ -460,14 +447,10 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
             "h200",
             ("FP8", 1.0, 1.0, "fp8"),
         ),
-        (
-            "Qwen3-30B-A3B",
-            {"quant_method": "aqlm"},
-            "h200",
-            ("bfloat16 (the method aqlm is not planned)", 2.0, 2.0, "bfloat16"),
-        ),
+        ("Qwen3-30B-A3B", {"quant_method": "aqlm"}, "h200",
+         ("bfloat16 (the method aqlm is not planned)", 2.0, 2.0, "bfloat16")),
     ],
-)
+)  # fmt: skip
 def test_a_server_holds_weights_as_the_checkpoint_says(
     name: str, changed: dict[str, Any], gpu: str, expected: tuple[Any, ...]
 ) -> None:

@@ -730,11 +730,7 @@ def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> N
 def test_no_assumption_is_without_effect(v3: Planned) -> None:
     by_phase = [
         plan(v3),
-        plan(
-            published(
-                "DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16}
-            )
-        ),
+        plan(published("DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16})),
         plan(published("DeepSeek-V3", V3, {"phase": "prefill", "gpu": "mi325x"})),
         plan(published("DeepSeek-V3", V3, {"phase": "decode", "nodes": 2, "batch": 8})),
         plan(published("DeepSeek-V3", V3, {"phase": "decode", "batch": 8})),
@@ -750,7 +746,7 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
                 },
             )
         ),
-    ]
+    ]  # fmt: skip
     moved = {
         row["name"]
         for facts in by_phase

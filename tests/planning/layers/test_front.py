@@ -540,16 +540,11 @@ def test_a_study_measures_attention_ahead_in_one_layer_and_continues(
     ("words", "message"),
     [
         (["--sides", "attention"], r"side 'attention' is measured beside others"),
-        (
-            ["--sides", "single,attention", "--attention", "full"],
-            r"attention: full would measure nothing: attention is ahead in no layer",
-        ),
-        (
-            ["--sides", "single,attention", "--every", "2"],
-            r"applies to the sides first",
-        ),
+        (["--sides", "single,attention", "--attention", "full"],
+         r"attention: full would measure nothing: attention is ahead in no layer"),
+        (["--sides", "single,attention", "--every", "2"], r"applies to the sides first"),
     ],
-)
+)  # fmt: skip
 def test_attention_alone_that_cannot_be_measured_is_refused(
     words: list[str], message: str, model: Path, text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -322,16 +322,10 @@ def test_times_measured_with_one_connectivity_say_nothing_about_the_study_of_ano
     plan = ["plan", lite(tmp_path), "--length", "64", "--measured"]
     plan += [str(tmp_path / "times.json"), "--study"]
     for kind, message in (
-        (
-            "attention",
-            r"measured with --mlp full --layers 0: --measured: mlp is outdated",
-        ),
+        ("attention", r"measured with --mlp full --layers 0: --measured: mlp is outdated"),
         ("mlp", r"with --attention full --layers 0: --measured: attention is partial"),
-        (
-            "selected",
-            r"measured with --mlp none: --measured: mlp is outdated in the file",
-        ),
-    ):
+        ("selected", r"measured with --mlp none: --measured: mlp is outdated in the file"),
+    ):  # fmt: skip
         refused([*plan, str(written(tmp_path / kind, kind))], message)
     rows = printed(*plan, written(tmp_path / "both", "both"), "--json")["study"]
     (whole,) = (row for row in rows if (row["side"], row["num_layers"]) == ("last", 4))

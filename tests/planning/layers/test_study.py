@@ -458,43 +458,25 @@ def test_a_changed_study_is_refused_with_the_difference(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--task", "tiny_choise"],
-            r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?",
-        ),
+        (["--task", "tiny_choise"], r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?"),
         (["--task", "tiny_choice", "--suite", "tyni"], r"suite 'tyni': no such suite"),
         (["--every", "0"], r"every: .*greater than 0"),
-        (
-            ["--sides", "first,middle"],
-            r"sides.*'first', 'last', 'single' or 'attention'.*'middle'",
-        ),
-        (
-            ["--mlp", "full", "--sides", "single"],
-            r"'single' with mlp: full would measure nothing",
-        ),
+        (["--sides", "first,middle"], r"sides.*'first', 'last', 'single' or 'attention'.*'middle'"),
+        (["--mlp", "full", "--sides", "single"], r"'single' with mlp: full would measure nothing"),
         (["--mlp", "full", "--attention", "full"], r"is the regular model"),
         (["--mlp", "selected", "--attention", "full"], r"attention must be partial"),
         (["--max-length", "1"], r"--max-length: "),
-        (
-            ["--calibrated", "{path: x, colums: {}}"],
-            r"--calibrated: colums: unknown key",
-        ),
-        (
-            ["--text", "{path: x, colums: {}}"],
-            r"--text: colums: unknown key; did you mean 'columns'",
-        ),
+        (["--calibrated", "{path: x, colums: {}}"], r"--calibrated: colums: unknown key"),
+        (["--text", "{path: x, colums: {}}"], r"--text: colums: unknown key; did you mean 'columns'"),
         (["--text", "/absent/x.jsonl"], r"/absent/x\.jsonl: no such file"),
         (["--limit", "3"], r"--limit has no meaning without --task; add that option"),
         (["--data-root", "x"], r"--data-root has no meaning without --task"),
         (["--suite", "paper11"], r"--suite has no meaning without --task"),
-        (
-            ["--sides", ""],
-            r"--sides: .*'first', 'last', 'single' or 'attention'.*got ''",
-        ),
+        (["--sides", ""], r"--sides: .*'first', 'last', 'single' or 'attention'.*got ''"),
         (["--sides", "single", "--every", "2"], r"applies to the sides first and last"),
         (["--sides", "single,single"], r"sides: single is given twice"),
     ],
-)
+)  # fmt: skip
 def test_a_study_that_cannot_be_is_refused(
     model: Path,
     text: Path,
@@ -905,20 +887,8 @@ SMOLLM2 = [
         (SMOLLM2[1:], [0], 1, "all but the first layer", "last:19"),
         ([*SMOLLM2, 0.7], [0, 1, 21], 2, "all but the first 2 layers", "last:20"),
         ([*SMOLLM2[2:], 0.7], [19], 0, "all but layer 19", "0-18"),
-        (
-            [1.86, 0.02, 0.55, 0.02, 0.01, 0.03, 0.02],
-            [0, 2],
-            1,
-            "all but the first layer",
-            "last:6",
-        ),
-        (
-            [0.03, 0.9, 0.02, 0.8, 0.01, 0.02, 0.02],
-            [1, 3],
-            0,
-            "all but layers 1,3",
-            "0,2,4-6",
-        ),
+        ([1.86, 0.02, 0.55, 0.02, 0.01, 0.03, 0.02], [0, 2], 1, "all but the first layer", "last:6"),
+        ([0.03, 0.9, 0.02, 0.8, 0.01, 0.02, 0.02], [1, 3], 0, "all but layers 1,3", "0,2,4-6"),
         ([0.9, 0.02], [0], 1, "all but the first layer", "last:1"),
         # ten times what others cost is not far more than a typical one
         (SMOLLM2[2:], None, 0, "", ""),
@@ -926,7 +896,7 @@ SMOLLM2 = [
         # within twice the standard error, 0.01
         ([0.02, 0.002, 0.001], None, 0, "", ""),
     ],
-)
+)  # fmt: skip
 def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_but_them_priced(
     losses: list[float],
     layers: list[int] | None,

@@ -24,12 +24,8 @@ IMAGE = 99
 _MROPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [2, 1, 1],
-    },
-}
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
 _PATCHES: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,

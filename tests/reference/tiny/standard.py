@@ -73,13 +73,7 @@ TINY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
     },
-    "deepseek_v3": {
-        **MLA,
-        **ROUTED_EXPERTS,
-        **GROUPS,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-    },
+    "deepseek_v3": {**MLA, **ROUTED_EXPERTS, **GROUPS, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "instella_moe": {
         **MLA,
         **ROUTED_EXPERTS,
@@ -100,13 +94,7 @@ TINY: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
-    "glm4_moe": {
-        **ROUTED_EXPERTS,
-        "first_k_dense_replace": 1,
-        "head_dim": 8,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "glm4_moe": {**ROUTED_EXPERTS, "first_k_dense_replace": 1, "head_dim": 8, "n_group": 1, "topk_group": 1},
     "sarvam_mla": {
         **MLA,
         **ROUTED_EXPERTS,
@@ -171,19 +159,8 @@ TINY: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "tie_word_embeddings": False,
     },
-    "exaone_moe": {
-        **EXPERTS,
-        **GROUPS,
-        "num_shared_experts": 2,
-        "sliding_window": 6,
-        "sliding_window_pattern": 2,
-    },
-    "flint": {
-        **EXPERTS,
-        **_WINDOWS,
-        "shared_expert_intermediate_size": 32,
-        "mlp_only_layers": [0],
-    },
+    "exaone_moe": {**EXPERTS, **GROUPS, "num_shared_experts": 2, "sliding_window": 6, "sliding_window_pattern": 2},
+    "flint": {**EXPERTS, **_WINDOWS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "glm4_moe_lite": {**MLA, **ROUTED_EXPERTS, **GROUPS},
     "granitemoe_swa": {**_GRANITE, "shared_intermediate_size": 32, "sliding_window": 6},
     "granitemoehybrid": {
@@ -207,14 +184,7 @@ TINY: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
         "mamba_d_state": 8,
     },
-    "kimi_linear": {
-        **MLA,
-        **LOCAL_EXPERTS,
-        **HYBRID,
-        "q_lora_rank": None,
-        "linear_head_dim": 8,
-        "linear_num_heads": 4,
-    },
+    "kimi_linear": {**MLA, **LOCAL_EXPERTS, **HYBRID, "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
     "laguna": {
         **EXPERTS,
         **_WINDOWS,
@@ -256,12 +226,7 @@ TINY: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "v_head_dim": 8,
     },
-    "minimax_m2": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 24,
-        "head_dim": 8,
-    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8},
     "mistral4": {
         **MLA,
         **ROUTED_EXPERTS,
@@ -297,4 +262,4 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
     },
     "solar_open": {**ROUTED_EXPERTS, **GROUPS, "head_dim": 8},
-}
+}  # fmt: skip

@@ -390,15 +390,11 @@ def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_t
     assert "the same command again" not in line and not hub.received
     hub.metadata_errors = []
     for status, text, words in (
-        (
-            403,
-            "Private repository storage limit reached",
-            "(403: Private repository storage limit reached",
-        ),
+        (403, "Private repository storage limit reached", "(403: Private repository storage limit reached"),
         (400, f"no such file, {TOKEN}", "the Hub refuses this (400: "),
         (429, "slow down", "run the same command again later (429: slow down"),
         (412, "A commit has happened since", "run the same command again"),
-    ):
+    ):  # fmt: skip
         hub.commit_answer = (status, text)
         line = error_of(capsys, checkpoint, "me/x")
         assert words in line and TOKEN not in line

@@ -1031,18 +1031,12 @@ def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(
     chats = [{"messages": [{"role": "user", "content": "a"}]}]
     for rows, message in (
         (chats, "rows: a data set with 'messages'; give the model's tokenizer, too"),
-        (
-            datasets.Dataset.from_list(chats),
-            "rows: a data set with 'messages'; give the model's tokenizer, too",
-        ),
-        (
-            [torch.arange(3), torch.arange(4)],
-            r"rows: a list of Tensor; give token ids \(N, T\), tensors \(T,\) of one",
-        ),
+        (datasets.Dataset.from_list(chats), "rows: a data set with 'messages'; give the model's tokenizer, too"),
+        ([torch.arange(3), torch.arange(4)], r"rows: a list of Tensor; give token ids \(N, T\), tensors \(T,\) of one"),
         (torch.arange(3), "rows: a Tensor of Tensor; give token ids"),
         ([[3, 4], [5, 6]], "rows: a list of list; give token ids"),
         (5, "rows: an int; give token ids"),
-    ):
+    ):  # fmt: skip
         with user_error(message):
             fcsd.calibrate(*pair, rows)
     with user_error(r"data set rows, row 1: .*'content': 5}; correct it$"):

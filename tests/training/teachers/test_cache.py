@@ -383,17 +383,11 @@ def test_other_rows_are_counted_and_added_by_filling_again(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            ["model.dtype=bfloat16"],
-            'computing_dtype: null -> "float32"; dtype: "float32" -> "bfloat16"',
-        ),
+        (["model.dtype=bfloat16"], 'computing_dtype: null -> "float32"; dtype: "float32" -> "bfloat16"'),
         (["model.attn_implementation=eager"], 'attn_implementation: "sdpa" -> "eager"'),
-        (
-            ["model.experts_implementation=eager"],
-            'experts_implementation: ".*" -> "eager"',
-        ),
+        (["model.experts_implementation=eager"], 'experts_implementation: ".*" -> "eager"'),
     ],
-)
+)  # fmt: skip
 def test_a_cache_of_a_teacher_that_computes_otherwise_is_refused(
     bench: Bench,
     filled: Path,

@@ -143,20 +143,11 @@ def test_only_adapters_are_trained_and_fresh_ones_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (
-            {"target_modules": ["nothing_like_it"]},
-            r"lora: peft cannot adapt .*nothing_like_it.*check lora",
-        ),
-        (
-            {"target_modules": ["lm_head"]},
-            r"lora.target_modules: names the head of the model",
-        ),
-        (
-            {"target_modules": ["embed_tokens"]},
-            r"lora.target_modules: names the embeddings",
-        ),
+        ({"target_modules": ["nothing_like_it"]}, r"lora: peft cannot adapt .*nothing_like_it.*check lora"),
+        ({"target_modules": ["lm_head"]}, r"lora.target_modules: names the head of the model"),
+        ({"target_modules": ["embed_tokens"]}, r"lora.target_modules: names the embeddings"),
     ],
-)
+)  # fmt: skip
 def test_names_that_cannot_be_adapted_are_refused(
     lora: dict[str, Any], message: str
 ) -> None:
