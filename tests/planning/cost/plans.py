@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan import planned
 from fcsd.base.files import read_json, write_json
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.network.links import LinkModel
@@ -34,6 +35,11 @@ def lite(tmp_path: Path) -> str:
         read_json(CONFIGS / "DeepSeek-V2-Lite.json") | {"num_hidden_layers": 4},
     )
     return str(tmp_path / "lite")
+
+
+def lite_with(**settings: Any) -> Planned:
+    """Return DeepSeek-V2-Lite, planned with these settings."""
+    return planned("DeepSeek-V2-Lite", {}, settings)
 
 
 def with_values(one: Planned, **values: float) -> Planned:

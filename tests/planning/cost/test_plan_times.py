@@ -20,6 +20,7 @@ from tests.planning.cost.plans import (
     EIGHT,
     even_links,
     lite,
+    lite_with,
     with_links,
     with_values,
 )
@@ -120,13 +121,7 @@ def test_a_converted_checkpoint_is_planned_as_it_is() -> None:
 
 
 def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() -> None:
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "phase": "decode",
-        "batch": 4,
-        "length": 1000,
-    }
-    lite = published("DeepSeek-V2-Lite", {}, settings)
+    lite = lite_with(gpu="h200", phase="decode", batch=4, length=1000)
     latent = 27 * (512 + 64) * 2 * 1000 * 4  # bytes, whole on every rank
     assert lite.cached == latent
     steps = plan_times(with_values(lite, row_passes=0, **BARE))["layer_s"]
@@ -150,14 +145,9 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
     """DeepSeek-V2-Lite on a machine where memory takes no time: hidden 2048, 16 heads
     of 128 + 64, latent 512, 6 of 64 experts.
     """
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "phase": "prefill",
-        "batch": 2,
-        "length": 512,
-        "dtype": "fp8" if fp8 else "auto",
-    }
-    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9, **BARE)
+    dtype = "fp8" if fp8 else "auto"
+    lite = lite_with(gpu="h200", phase="prefill", batch=2, length=512, dtype=dtype)
+    lite = with_values(lite, hbm=1e9, **BARE)
     peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
     # a mask leaves out half of the pairs
     core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2
@@ -183,13 +173,8 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
 def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(
     fp8: bool,
 ) -> None:
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "length": 8,
-        "dtype": "fp8" if fp8 else "auto",
-    }
     lite = with_values(
-        published("DeepSeek-V2-Lite", {}, settings),
+        lite_with(gpu="h200", length=8, dtype="fp8" if fp8 else "auto"),
         row_passes=0,
         grouped=1e9,
         fp8_grouped=1e9,
@@ -206,13 +191,7 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
     """Eight passes in four equal parts: before the dispatch, before and after the
     experts, after the combine.
     """
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "phase": "prefill",
-        "length": 64,
-        "tensor_parallel": tp,
-    }
-    lite = published("DeepSeek-V2-Lite", {}, settings)
+    lite = lite_with(gpu="h200", phase="prefill", length=64, tensor_parallel=tp)
     some, none = (
         with_values(lite, row_passes=passes, imbalance=1.5, **BARE) for passes in (8, 0)
     )
@@ -237,14 +216,9 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
 
 
 def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "length": 64,
-        "batch": 2,
-        "global_batch": 48,
-        "keep_activations": True,
-    }
-    lite = published("DeepSeek-V2-Lite", {}, settings)
+    lite = lite_with(
+        gpu="h200", length=64, batch=2, global_batch=48, keep_activations=True
+    )
     roofline, bandwidth, parameters = lite.roofline, 4800e9 * 0.65, 15_706_484_224
     head = max(
         2 * 128 * 102400 * 2048 / (989.4e12 * 0.5), 102400 * 2048 * 2 / bandwidth
@@ -295,13 +269,7 @@ def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
 
 
 def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "phase": "prefill",
-        "batch": 2,
-        "length": 512,
-    }
-    lite = published("DeepSeek-V2-Lite", {}, settings)
+    lite = lite_with(gpu="h200", phase="prefill", batch=2, length=512)
     times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
     side = lite.roofline.all_reduce(lite.work, "side")
     steps = [lite.roofline.steps(lite.work, layer, 1) for layer in lite.work.layers]
@@ -330,17 +298,11 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
     """Eight ranks with two requests each; DeepSeek-V2-Lite: 27 layers, the first dense,
     6 of 64 experts.
     """
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "phase": phase,
-        "batch": 16,
-        "length": 512,
-        "data_parallel": 8,
-        "all2all": "deepep_low_latency",
-    }
-    lite = with_values(
-        published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25, **BARE
-    )
+    lite = lite_with(
+        gpu="h200", phase=phase, batch=16, length=512, data_parallel=8,
+        all2all="deepep_low_latency",
+    )  # fmt: skip
+    lite = with_values(lite, slowdown=0.25, **BARE)
     times = plan_times(lite)
     tokens = 2 * (512 if phase == "prefill" else 1)
     assert (lite.work.tokens, lite.expert_parallel, lite.tensor_parallel) == (
@@ -502,12 +464,14 @@ def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None
     """With `mlp: full` shared experts have their own all-reduce, except in the last
     layer and in the dense one.
     """
-    settings: dict[str, Any] = {
-        "gpu": "mi300x", "phase": "prefill", "batch": 16, "length": 512,
-        "connectivity": Connectivity("all", mlp="full"),
-    }  # fmt: skip
     lite = with_values(
-        published("DeepSeek-V2-Lite", {}, settings),
+        lite_with(
+            gpu="mi300x",
+            phase="prefill",
+            batch=16,
+            length=512,
+            connectivity=Connectivity("all", mlp="full"),
+        ),
         slowdown=0.25,
         all_reduce_us=20_000,
         side_us=20_000,
@@ -530,14 +494,9 @@ def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None
 
 
 def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
-    settings: dict[str, Any] = {
-        "gpu": "h200",
-        "phase": "decode",
-        "batch": 4,
-        "length": 1000,
-        "tensor_parallel": 1,
-    }
-    lite = published("DeepSeek-V2-Lite", {}, settings)
+    lite = lite_with(
+        gpu="h200", phase="decode", batch=4, length=1000, tensor_parallel=1
+    )
     core = 4 * 16 * 2 * 1000 * (128 + 64 + 128)  # FLOPs of 4 tokens, 16 heads
     peak, bandwidth, layer = 989.4e12, 4800e9 * 0.65, lite.work.layers[5]
     slow = with_values(lite, fused_core=1e-6, core=1e-6).roofline
