@@ -3,9 +3,6 @@
 `test_rewire`, `test_load` and `test_export` cover these families like all others.
 """
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -18,7 +15,6 @@ from fcsd.model.connectivity import (
     rewire,
     unconvert_model,
 )
-from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
@@ -342,21 +338,6 @@ def test_undoing_takes_the_edit_between_layers_back():
     assert set(vars(stack)) - before == {"_deepstack_process"}
     unconvert_model(model)
     assert set(vars(stack)) == before
-
-
-@pytest.mark.parametrize("name", sorted(LAYERS))
-def test_copies_and_pickles_compute_the_same(name):
-    model = tiny_model(name)
-    convert_model(model, Connectivity("all"))
-    expected = logits(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert list(rewire.rewired_layers(decoder_layers(other, FAMILIES[name]))) == [
-            0,
-            1,
-            2,
-            3,
-        ]
-        assert torch.equal(logits(other), expected)
 
 
 def test_a_side_that_changes_nothing_is_refused(tmp_path):

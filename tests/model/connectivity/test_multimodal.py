@@ -2,23 +2,17 @@
 the rest is left alone.
 """
 
-import copy
-import importlib
 import json
-import pickle
 import re
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
     convert_model,
-    farskip_layers,
     load_model,
-    register,
     resolve_layers,
     unconvert_checkpoint,
     unconvert_model,
@@ -83,47 +77,6 @@ def test_every_wrapper_has_a_reference_and_images():
     references = MULTIMODAL_MOE.keys() | ADAPTED.keys()
     assert references == IMAGES.keys()
     assert set(WRAPPERS) == references - UNAVAILABLE.keys()
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_every_name_exists_upstream_and_on_the_layers(name):
-    family, model = FAMILIES[name], tiny_model(name)
-    upstream = importlib.import_module(
-        f"transformers.{family.upstream.removesuffix('.py').replace('/', '.')}"
-    )
-    for one in (
-        family.causal_lm,
-        family.base_model,
-        family.decoder_layer,
-        family.moe_block,
-    ):
-        assert hasattr(upstream, one)
-    assert type(model).__name__ == family.causal_lm
-    assert type(model.config).__name__ == family.config
-    layers = text_stack(model)[0].layers
-    assert {type(layer).__name__ for layer in layers} == {family.decoder_layer}
-    blocks = [getattr(layer, family.moe) for layer in layers]
-    assert [type(block).__name__ == family.moe_block for block in blocks] == moe_mask(
-        model.config, family
-    )
-    for block in blocks:
-        if type(block).__name__ == family.moe_block:
-            shared = [child for child, _ in block.named_children() if "shared" in child]
-            assert sorted(shared) == sorted(
-                filter(None, (family.block_shared, family.block_gate))
-            )
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_is_recognised_from_config_objects_and_raw_json_of_both_kinds(name):
-    config = tiny_config(name)
-    assert family_of(config) is FAMILIES[name]
-    assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
-    register(name)
-    farskip = AutoConfig.for_model(
-        f"farskip_{name}", text_config=config.get_text_config().to_dict()
-    )
-    assert family_of(farskip) is FAMILIES[name]
 
 
 def test_a_wrapper_whose_text_stack_is_dense_is_refused():
@@ -318,18 +271,6 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
             assert (checkpointed[path] - gradient).abs().max() <= tolerance * max(
                 1, gradient.abs().max()
             ), path
-
-
-@pytest.mark.parametrize("name", few(WRAPPERS))
-def test_copies_and_pickles_of_a_converted_wrapper_are_converted(name):
-    model, inputs = tiny_model(name), image_inputs(name)
-    convert_model(model, Connectivity("all"))
-    # This comes before the first call, in which transformers installs hooks: those of
-    # AriaModel cannot be pickled.
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for other in copies:
-        assert farskip_layers(other) == [0, 1, 2, 3]
-        assert torch.equal(logits(other, inputs), logits(model, inputs))
 
 
 @FLOAT64

@@ -75,7 +75,9 @@ def test_adapters_attached_before_and_after_the_conversion_are_the_same(family):
 @pytest.mark.parametrize("family", COMMON)
 def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
     model = with_adapters(tiny_model(family), lora(family))
-    with user_error(r"convert before wrapping .*`get_base_model\(\)`"):
+    with user_error(
+        r"convert before wrapping the model \(PEFT, FSDP, DDP\).*`get_base_model\(\)`"
+    ):
         convert_model(model, Connectivity("all"))
     assert farskip_layers(model.get_base_model()) == []
 

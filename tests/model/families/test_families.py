@@ -28,7 +28,7 @@ from fcsd.model.families import (
 from fcsd.model.families.refused import BROKEN
 from fcsd.model.families.structure import LOGIT_SCALES
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import TEXT_FAMILIES, user_error
+from tests.support import user_error
 
 
 def upstream(family):
@@ -45,7 +45,7 @@ def several(names):
     return names if isinstance(names, tuple) else (names,) if names else ()
 
 
-@pytest.mark.parametrize("name", TEXT_FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_name_exists_upstream_and_on_the_layers(name):
     family, module, model = FAMILIES[name], upstream(name), tiny_model(name)
     layer_classes = several(family.decoder_layer)
@@ -113,7 +113,7 @@ def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
     assert built == moe_mask(model.config, family)
 
 
-@pytest.mark.parametrize("name", TEXT_FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_family_is_recognised_from_a_config_object_raw_json_and_a_farskip_config(
     name,
 ):
@@ -121,9 +121,10 @@ def test_a_family_is_recognised_from_a_config_object_raw_json_and_a_farskip_conf
     assert family_of(config) is FAMILIES[name]
     assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
     register(name)
-    farskip = AutoConfig.for_model(
-        f"farskip_{name}", **{"num_hidden_layers": 4, **TINY[name]}
-    )
+    fields = {"num_hidden_layers": 4, **TINY[name]}
+    if FAMILIES[name].multimodal:
+        fields = {"text_config": config.get_text_config().to_dict()}
+    farskip = AutoConfig.for_model(f"farskip_{name}", **fields)
     assert family_of(farskip) is FAMILIES[name]
     assert base_model_type(farskip.model_type) == name
 
