@@ -26,6 +26,7 @@ import torch
 import yaml
 
 from fcsd.base.errors import UserError
+from fcsd.base.weights import weights_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.families import FAMILIES, UNAVAILABLE
@@ -220,6 +221,11 @@ def history(bench: Bench, name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+def trained_weights(bench: Bench, name: str) -> str:
+    """Return the fingerprint of the model that a recipe of `bench` was distilled to."""
+    return weights_fingerprint(bench.folder / name / "distill" / "model")
+
+
 def make_bench(base: Path, folder: Path) -> Bench:
     """Return a bench in `folder`."""
     turns = [
@@ -396,6 +402,11 @@ def forked(call: Callable[[], int], output: Path) -> int:
     return child
 
 
+def assert_killed(call: Callable[[], int], output: Path) -> None:
+    """Check that `call` ends by SIGKILL in a fork."""
+    assert in_a_fork(call, output) == -signal.SIGKILL, output.read_text()
+
+
 def killed_after(
     monkeypatch: Any, module: Any, name: str, call: Callable[[], int], output: Path
 ) -> None:
@@ -412,7 +423,7 @@ def killed_after(
         monkeypatch.setattr(module, name, die)
         return call()
 
-    assert in_a_fork(killed, output) == -signal.SIGKILL, output.read_text()
+    assert_killed(killed, output)
 
 
 def documented_keys(chapter: str) -> set[str]:

@@ -5,7 +5,6 @@ half-written has a final name.
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.config import may_change
 from fcsd.training.teachers.cache import read_shard
 from tests.kills import Places
-from tests.support import ROOT, in_a_fork, user_error
+from tests.support import ROOT, assert_killed, user_error
 
 
 def stage(folder: Path, **settings: object) -> Stage:
@@ -181,7 +180,7 @@ def test_a_kill_while_the_first_record_of_a_stage_is_written_does_not_keep_it_fr
         stage(folder).start()
         return 0
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
+    assert_killed(killed, tmp_path / "output")
     (left,) = folder.iterdir()
     assert left.name.startswith(".stage.json.")
     # it has left nothing of either

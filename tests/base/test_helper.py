@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fcsd.base.helper import obey_only_parent
-from tests.support import ROOT, in_a_fork
+from tests.support import ROOT, assert_killed
 
 pytestmark = pytest.mark.skipif(
     not hasattr(signal, "sigtimedwait"), reason="no sigtimedwait on this machine"
@@ -62,7 +62,7 @@ def test_a_helper_ends_with_its_parent(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    assert in_a_fork(parent, tmp_path / "output") == -signal.SIGKILL
+    assert_killed(parent, tmp_path / "output")
     state = Path("/proc", (tmp_path / "pid").read_text(), "status")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         # a container may have no process that reaps orphans

@@ -40,7 +40,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
 from tests.kills import Places
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, end_if_it_hangs, in_a_fork, user_error
+from tests.support import Bench, assert_killed, end_if_it_hangs, user_error
 
 TOKENIZER = make_tokenizer()
 
@@ -219,7 +219,7 @@ def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(
         shards.write_arrays(file, arrays, {})
         return 0
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
+    assert_killed(killed, tmp_path / "output")
     (left,) = file.parent.iterdir()
     assert left.name.startswith(".0.safetensors.")
     before = os.umask(0o027)

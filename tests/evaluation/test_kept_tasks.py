@@ -42,7 +42,7 @@ from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import in_a_fork, start, user_error
+from tests.support import assert_killed, start, user_error
 
 ROWS: list[dict[str, Any]] = [
     {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"},
@@ -161,9 +161,7 @@ def test_a_killed_evaluation_continues_and_finds_what_an_uninterrupted_one_finds
         )
         return main([*words, "--output", str(out), "--batch-size", "4"])
 
-    assert in_a_fork(killed, tmp_path / "said") == -signal.SIGKILL, (
-        tmp_path / "said"
-    ).read_text()
+    assert_killed(killed, tmp_path / "said")
     kept = sorted(
         path.name.partition("-")[0] for path in (out / FINISHED_TASKS).iterdir()
     )

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
-from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
@@ -51,7 +50,7 @@ from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import ROOT, Bench, few, history, user_error
+from tests.support import ROOT, Bench, few, history, trained_weights, user_error
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -237,11 +236,7 @@ def test_a_run_that_was_ended_continues_to_the_last_bit_on_as_many_ranks(
     )
     codes = launch(f"cpu_2_{engine}", ended, ended, whole, ends_at=6)
     assert codes == [130, 0, 0]
-    one, other = (
-        weights_fingerprint(bench.folder / n / "distill" / "model")
-        for n in ("whole", "ended")
-    )
-    assert one == other
+    assert trained_weights(bench, "whole") == trained_weights(bench, "ended")
     assert [p["loss"] for p in history(bench, "whole")] == [
         p["loss"] for p in history(bench, "ended")
     ]

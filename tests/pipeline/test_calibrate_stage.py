@@ -17,7 +17,7 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of
-from tests.support import Bench, command_words, in_a_fork, make_bench
+from tests.support import Bench, assert_killed, command_words, in_a_fork, make_bench
 
 # the arguments of a command that writes everything to one folder
 Command = Callable[[Path], list[str]]
@@ -150,7 +150,7 @@ def cut_off(command: list[str], folder: Path, moment: str, output: Path) -> None
         Places(folder, kill=moment).watch()
         return main(command)
 
-    assert in_a_fork(killed, output) == -signal.SIGKILL, output.read_text()
+    assert_killed(killed, output)
 
 
 @pytest.mark.parametrize(

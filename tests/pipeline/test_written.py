@@ -22,7 +22,7 @@ from fcsd.pipeline import written as module
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.parallel.test_engines import launch
-from tests.support import Bench, in_a_fork, write_rows
+from tests.support import Bench, assert_killed, write_rows
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "batch_size": 4}
 
@@ -179,7 +179,7 @@ def test_writing_that_was_killed_continues_with_the_same_text(
         monkeypatch.setattr(module, "_lines", die)
         return main(["run", str(path), "--only", "write"])
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
+    assert_killed(killed, tmp_path / "output")
     (parts,) = (bench.folder / "killed" / "written").glob("*/parts")
     first, second = sorted(parts.iterdir())
     # A crash of the machine may leave less than was written.

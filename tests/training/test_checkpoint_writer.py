@@ -19,7 +19,6 @@ from fcsd.base import memory
 from fcsd.base.artifact import Stage
 from fcsd.base.files import read_json
 from fcsd.base.memory import available_memory
-from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.ranks import ALONE
 from fcsd.parallel.state import StateFile
@@ -29,7 +28,14 @@ from fcsd.training.checkpoints import checkpoints, damage
 from fcsd.training.config import MAY_CHANGE
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, command_words, few, in_a_fork, in_forked_ranks
+from tests.support import (
+    Bench,
+    assert_killed,
+    command_words,
+    few,
+    in_forked_ranks,
+    trained_weights,
+)
 
 
 @pytest.fixture
@@ -108,11 +114,7 @@ def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written
     assert damage(folder / "checkpoints" / "checkpoint-4", ALONE, owner) is None
     for name in ("going-on", "waiting"):
         assert main(["distill", str(bench.recipe(name))]) == 0
-    one, other = (
-        weights_fingerprint(bench.folder / n / "distill" / "model")
-        for n in ("going-on", "waiting")
-    )
-    assert one == other
+    assert trained_weights(bench, "going-on") == trained_weights(bench, "waiting")
 
 
 @pytest.mark.usefixtures("background")
@@ -282,19 +284,13 @@ def test_a_run_that_is_killed_while_it_writes_continues_to_the_same_weights(
             )
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     folder = bench.folder / "killed" / "distill"
     kept = [path.name for path in checkpoints(folder / "checkpoints")]
     assert kept == (["checkpoint-8"] if moment == "while old ones are removed" else [])
     assert main(command) == 0
     assert not (folder / "checkpoints").exists()
-    one, other = (
-        weights_fingerprint(bench.folder / n / "distill" / "model")
-        for n in ("whole", "killed")
-    )
-    assert one == other
+    assert trained_weights(bench, "whole") == trained_weights(bench, "killed")
 
 
 @pytest.mark.usefixtures("background")

@@ -30,7 +30,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.parallel.test_engines import compare as compare_spread
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, history, in_a_fork, user_error
+from tests.support import Bench, assert_killed, history, user_error
 from tests.training.test_parallel import compare, ranks
 from tests.training.test_trainer import (
     Rows,
@@ -209,9 +209,7 @@ def test_a_run_with_all_of_them_that_is_killed_continues_to_the_same_weights(
         )
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     assert (
         bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4"
     ).is_dir()

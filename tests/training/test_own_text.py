@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from fcsd import FCSDConfig, FCSDTrainer
 from fcsd.base.artifact import read_manifest
 from fcsd.base.files import read_json
-from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -44,10 +43,11 @@ from tests.parallel.test_engines import compare, launch
 from tests.reference.tiny import TINY, tiny_model
 from tests.support import (
     Bench,
+    assert_killed,
     few_and_others,
     history,
-    in_a_fork,
     skip_unavailable,
+    trained_weights,
     user_error,
 )
 from tests.training.test_trainer import LENGTH, Rows, make
@@ -375,13 +375,9 @@ def test_a_killed_run_writes_on_and_ends_with_the_same_weights(
         monkeypatch.setattr(writer_module, "replace_folder", die)
         return main(["distill", str(path)])
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
+    assert_killed(killed, tmp_path / "output")
     assert main(["distill", str(path)]) == 0
-    whole, resumed = (
-        weights_fingerprint(bench.folder / name / "distill" / "model")
-        for name in ("whole", "killed")
-    )
-    assert whole == resumed
+    assert trained_weights(bench, "whole") == trained_weights(bench, "killed")
     loss = [
         [entry["loss"] for entry in history(bench, name)]
         for name in ("whole", "killed")

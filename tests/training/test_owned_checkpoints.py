@@ -16,7 +16,6 @@ from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.fingerprints import write_sealed
-from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.ranks import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -24,7 +23,7 @@ from fcsd.training import trainer as trainer_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, user_error
+from tests.support import Bench, trained_weights, user_error
 
 FOREIGN = "files.json is missing or damaged, or of another training"
 
@@ -78,10 +77,7 @@ def test_a_run_does_not_continue_from_a_checkpoint_of_another(
         f"{mine}/checkpoint-8: is damaged ({FOREIGN}); continuing from"
         f" {mine}/checkpoint-4" in said
     )
-    models = [
-        weights_fingerprint(bench.folder / name / "distill" / "model")
-        for name in ("undisturbed", "mine")
-    ]
+    models = [trained_weights(bench, name) for name in ("undisturbed", "mine")]
     assert models[0] == models[1]
 
 

@@ -31,6 +31,7 @@ from fcsd.training import trainer as trainer_module
 from fcsd.training.sweep import read_history
 from tests.support import (
     Bench,
+    assert_killed,
     command_words,
     few,
     forked,
@@ -38,6 +39,7 @@ from tests.support import (
     in_forked_ranks,
     make_bench,
     status_of,
+    trained_weights,
 )
 
 
@@ -141,9 +143,7 @@ def test_wherever_a_run_is_killed_it_continues_to_the_same_weights(
         monkeypatch.setattr(module, place, die)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     assert not (bench.folder / "killed" / "distill" / "model").exists()
     assert main(command) == 0
     assert files(bench.folder / "killed" / "distill") == FINISHED
@@ -170,9 +170,7 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
         monkeypatch.setattr(module, place, die)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     assert main(command) == 0
     assert weights(bench, "killed") == weights(bench, "whole")
     results = [
@@ -219,7 +217,7 @@ def test_two_ranks_of_which_one_or_both_were_killed_continue_to_the_same_weights
         status
         for status, _ in on_two_ranks(["distill", str(bench.recipe("whole"))], tmp_path)
     ] == [0, 0]
-    one = weights_fingerprint(bench.folder / "whole" / "distill" / "model")
+    one = trained_weights(bench, "whole")
     for name, rank, place, statuses in (
         # while a checkpoint is written
         ("both", -1, "_save_rng_state", [-signal.SIGKILL, -signal.SIGKILL]),
@@ -252,7 +250,7 @@ def test_two_ranks_of_which_one_or_both_were_killed_continue_to_the_same_weights
             )
         assert [status for status, _ in on_two_ranks(command, tmp_path)] == [0, 0]
         assert files(bench.folder / name / "distill") == FINISHED - {"scores.json"}
-        assert weights_fingerprint(bench.folder / name / "distill" / "model") == one
+        assert trained_weights(bench, name) == one
 
 
 def curve(bench: Bench, name: str) -> list[dict[str, Any]]:
@@ -299,20 +297,14 @@ def test_a_run_continues_at_its_row_and_reads_nothing_before_it(
         )
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     assert files(bench.folder / "killed" / "distill" / "checkpoints") >= {
         "checkpoint-4"
     }
     assert main(command) == 0
     assert read == in_order[4 * 4 :]
     assert curve(bench, "killed") == curve(bench, "whole")
-    one, other = (
-        weights_fingerprint(bench.folder / name / "distill" / "model")
-        for name in ("whole", "killed")
-    )
-    assert one == other
+    assert trained_weights(bench, "whole") == trained_weights(bench, "killed")
 
 
 def test_a_run_is_gone_on_with_by_another_number_of_ranks(
@@ -489,9 +481,7 @@ def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused
         monkeypatch.setattr(run_module, "_leave_model", die)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
 
     def line() -> str:
         capsys.readouterr()
@@ -638,9 +628,7 @@ def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_trai
             monkeypatch.setattr(run_module.shutil, "rmtree", removed)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     monkeypatch.setattr(
         trainer_module.DistillTrainer,
         "compute_loss",
@@ -665,7 +653,7 @@ def test_what_a_killed_process_left_half_written_is_removed(
             die()
         return 0
 
-    assert in_a_fork(half, tmp_path / "output") == -signal.SIGKILL
+    assert_killed(half, tmp_path / "output")
     (leftover,) = folder.glob(".model*")
     assert main(["distill", str(bench.recipe("r"))]) == 0
     assert not leftover.exists()

@@ -19,7 +19,6 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler
 
 from fcsd.api.trainer import FCSDTrainer
-from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
 from fcsd.data.dataset import given_rows
@@ -29,7 +28,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.row_order import EpochRows
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, command_words, few, user_error
+from tests.support import Bench, command_words, few, trained_weights, user_error
 from tests.training.test_resume import curve, on_two_ranks
 
 TOKENIZER = tiny_tokenizer(300)
@@ -264,10 +263,7 @@ def test_two_ranks_continue_in_the_second_epoch_to_the_same_weights(
     assert statuses == [143, 143]  # after step 6, in the second epoch of five steps
     assert [status for status, _ in on_two_ranks(command["cut"], tmp_path)] == [0, 0]
     assert curve(bench, "whole") == curve(bench, "cut")
-    one, other = (
-        weights_fingerprint(bench.folder / name / "distill" / "model")
-        for name in command
-    )
+    one, other = (trained_weights(bench, name) for name in command)
     assert one == other
 
 

@@ -13,7 +13,6 @@ import torch
 from transformers import TrainerCallback
 
 from fcsd.api.trainer import FCSDTrainer
-from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS, counted_tokens
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -27,7 +26,7 @@ from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
 from tests.reference.tiny import tiny_model
-from tests.support import few, make_bench, user_error
+from tests.support import few, make_bench, trained_weights, user_error
 
 ALONE = SimpleNamespace(num_processes=1)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
@@ -403,11 +402,7 @@ def test_a_run_that_was_ended_continues_with_its_biases(
     assert main(["distill", ended]) == 130
     monkeypatch.setattr(DistillTrainer, "compute_loss", compute)
     assert main(["distill", ended]) == main(["distill", whole]) == 0
-    one, other = (
-        weights_fingerprint(bench.folder / name / "distill" / "model")
-        for name in ("ended", "whole")
-    )
-    assert one == other
+    assert trained_weights(bench, "ended") == trained_weights(bench, "whole")
     stopping = bench.recipe("stops", train=train, early_stopping=bench.choice)
     assert main(["distill", str(stopping)]) == 2
     assert (

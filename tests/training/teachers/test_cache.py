@@ -42,7 +42,14 @@ from fcsd.training.teachers.lora import AdapterOffTeacher
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, in_a_fork, killed_after, run_command, run_of
+from tests.support import (
+    Bench,
+    assert_killed,
+    killed_after,
+    run_command,
+    run_of,
+    trained_weights,
+)
 from tests.training.teachers.test_lora import LORA, batch, student_of
 
 TRAIN = {
@@ -277,9 +284,7 @@ def test_a_cache_whose_making_was_killed_is_refused_and_continues_with_what_is_m
         monkeypatch.setattr(cache_stage, "write_shard", die_in_the_third)
         return main(command)
 
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (
-        tmp_path / "output"
-    ).read_text()
+    assert_killed(killed, tmp_path / "output")
     folder = bench.folder / "cache"
     kept = {path.name: path.stat().st_mtime_ns for path in folder.glob("hidden-*")}
     assert len(kept) == 2 and len(list(folder.glob(".hidden-*"))) == 1
@@ -336,11 +341,7 @@ def test_a_killed_training_on_a_cache_continues_to_the_same_weights(
         tmp_path / "output",
     )
     assert main(command) == 0
-    one, other = (
-        weights_fingerprint(bench.folder / n / "distill" / "model")
-        for n in ("whole", "killed")
-    )
-    assert one == other
+    assert trained_weights(bench, "whole") == trained_weights(bench, "killed")
 
 
 def test_a_disk_without_room_is_refused_before_the_teacher_runs(
