@@ -29,14 +29,15 @@ from tests.reference.parts import (
     layer_arguments,
 )
 
+Arguments = dict[str, Any]
+
+Layer = Callable[[Any, Any, Tensor, Tensor, bool, Arguments], Step]
+"""(layer, config, o_{k-1}, what attention reads, whether the MLP side is outdated,
+arguments of the loop) -> Step."""
+
 
 def _glm_moe_dsa(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     score = (
         torch.sigmoid
@@ -61,12 +62,7 @@ def _glm_moe_dsa(
 
 
 def _afmoe(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     h = o + layer.post_attention_layernorm(attended)
@@ -87,12 +83,7 @@ def _afmoe(
 
 
 def _kolibri(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     h = o + layer.post_self_attn_layernorm(attended)
@@ -112,12 +103,7 @@ def _kolibri(
 
 
 def _axk1(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     h = o + layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     m = layer.post_attention_layernorm(o if outdated else h)
@@ -146,12 +132,7 @@ def _convolved(conv: Any, x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _inkling(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     mask = arguments["conv_mask"]
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
@@ -187,12 +168,7 @@ def _inkling(
 
 
 def _flex_olmo(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """No norm before the branches, one after each."""
     h = o + layer.post_attention_layernorm(
@@ -207,12 +183,7 @@ def _flex_olmo(
 
 
 def _cohere2(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """The MLP reads the layer's own input with either setting of its side."""
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
@@ -247,12 +218,7 @@ def _cohere2(
 
 
 def _beam(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """The i-th sum of the model is branch/sqrt(i) + sqrt((i-1)/i) stream; attention of
     layer k (from 0) has i = 2k+2, its MLP i = 2k+3."""
@@ -273,12 +239,7 @@ def _beam(
 
 
 def _dbrx(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     inner, ffn = layer.norm_attn_norm, config.ffn_config
     h = o + inner.attn(hidden_states=inner.norm_1(a), **arguments)[0]
@@ -304,12 +265,7 @@ def _dbrx(
 
 
 def _jetmoe(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """The bias of the MoE block comes after its experts' sum, and is in flight with it."""
     h = o + layer.self_attention(hidden_states=layer.input_layernorm(a), **arguments)[0]
@@ -332,12 +288,7 @@ def _jetmoe(
 
 
 def _minimax(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """The sums are over the normed stream."""
     kind = config.layer_types[layer.layer_idx].removesuffix("_attention")
@@ -355,12 +306,7 @@ def _minimax(
 
 
 def _gemma4(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """A dense MLP and the experts, each with its norms, both on the stream after attention."""
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
@@ -398,12 +344,7 @@ def _gemma4(
 
 
 def _muse_spark(
-    layer: Any,
-    config: Any,
-    o: Tensor,
-    a: Tensor,
-    outdated: bool,
-    arguments: dict[str, Any],
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
 ) -> Step:
     """stream' = sqrt(1 - b^2) stream + b branch with a learned b per channel; the
     experts work in a space of their own, and each output is normed.
@@ -452,7 +393,7 @@ def _muse_spark(
     return mixed(last, h, normed(out, weight)), mixed(last, h, 0.0)
 
 
-LAYERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]] = {
+LAYERS: dict[str, Layer] = {
     "glm_moe_dsa": _glm_moe_dsa,
     "afmoe": _afmoe,
     "kolibri1": _kolibri,
@@ -467,12 +408,8 @@ LAYERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Ste
     "gemma4_text": _gemma4,
     **hyper.LAYERS,
 }
-"""Model type -> one layer: (layer, config, o_{k-1}, what attention reads, whether the
-MLP side is outdated, arguments of the loop) -> Step."""
 
-WRAPPERS: dict[
-    str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]
-] = {
+WRAPPERS: dict[str, Layer] = {
     "mistral_large4": _glm_moe_dsa,
     "muse_spark": _muse_spark,
     "inkling_mm_model": _inkling,
