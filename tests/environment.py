@@ -16,14 +16,8 @@ SETTINGS = {
 }
 # Variables that a launcher, a user's configuration of one, or a terminal sets.
 _OTHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MKL_NUM_THREADS",
-)
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MKL_NUM_THREADS",
+)  # fmt: skip
 _OTHERS += (
     "HF_TOKEN",
     "HF_ENDPOINT",
@@ -34,15 +28,8 @@ _OTHERS += (
     "LINES",
 )
 _FAMILIES = (
-    "ACCELERATE_",
-    "FSDP_",
-    "PMI_",
-    "OMPI_",
-    "MV2_",
-    "TQDM_",
-    "TRANSFORMERS_",
-    "WANDB_",
-)
+    "ACCELERATE_", "FSDP_", "PMI_", "OMPI_", "MV2_", "TQDM_", "TRANSFORMERS_", "WANDB_",
+)  # fmt: skip
 
 for name in [*os.environ]:
     if name in _OTHERS or name.startswith(_FAMILIES):

@@ -65,15 +65,8 @@ WRAPPERS = sorted(FAMILIES.keys() - set(TEXT_FAMILIES))
 """The families whose models also take images."""
 
 COMMON = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-    "mixtral",
-)
+    "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "instella_moe", "gpt_oss", "llama4_text", "mixtral",
+)  # fmt: skip
 """The families that the tests of the ways to use a model run with."""
 
 

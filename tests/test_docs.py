@@ -187,16 +187,8 @@ def test_every_page_that_code_names_exists() -> None:
     where it has one.
     """
     folders = (
-        "fcsd",
-        "serving",
-        "megatron",
-        "benchmarks",
-        "tests",
-        "recipes",
-        "eval",
-        "configs",
-        "examples",
-    )
+        "fcsd", "serving", "megatron", "benchmarks", "tests", "recipes", "eval", "configs", "examples",
+    )  # fmt: skip
     files = [
         path
         for folder in folders

@@ -128,15 +128,8 @@ def test_nothing_that_is_printed_or_written_installs_the_plugin_by_its_name_alon
     None
 ):
     folders = (
-        "fcsd",
-        "serving",
-        "docs",
-        "recipes",
-        "examples",
-        "configs",
-        "eval",
-        "benchmarks",
-    )
+        "fcsd", "serving", "docs", "recipes", "examples", "configs", "eval", "benchmarks",
+    )  # fmt: skip
     files = [
         file
         for folder in folders

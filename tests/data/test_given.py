@@ -96,15 +96,10 @@ def given(data: Any, **options: Any) -> list[dict[str, list[int]]]:
         ([{"text": text, "url": "-"} for text in TEXTS], {"text": "text"}),
     ],
     ids=[
-        "messages",
-        "conversations",
-        "prompt and response",
-        "prompt, input and completion",
-        "Alpaca",
-        "conversations as prompt and completion",
-        "text",
+        "messages", "conversations", "prompt and response", "prompt, input and completion", "Alpaca",
+        "conversations as prompt and completion", "text",
     ],
-)
+)  # fmt: skip
 def test_rows_are_those_of_a_recipe_of_the_same_examples(
     tmp_path: Path, examples: list[dict[str, Any]], columns: dict[Any, str]
 ) -> None:

@@ -34,14 +34,9 @@ from tests.support import ROOT
 CONFIGS = ROOT / "tests" / "files" / "configs"
 
 WRONG = (
-    "gate reads the full stream",
-    "gate before the norm",
-    "gate behind o_proj",
-    "gate per head",
-    "no mscale",
-    "MoE reads behind attention",
-    "partial stream into the final norm",
-)
+    "gate reads the full stream", "gate before the norm", "gate behind o_proj", "gate per head", "no mscale",
+    "MoE reads behind attention", "partial stream into the final norm",
+)  # fmt: skip
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

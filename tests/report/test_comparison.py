@@ -235,15 +235,8 @@ def test_what_was_written_for_lm_eval_is_read_back_the_same(tmp_path: Path) -> N
         task: row["value"] for task, row in whole["tasks"].items()
     }
     kept = (
-        "doc_id",
-        "doc_hash",
-        "prompt_hash",
-        "score",
-        "target",
-        "prompt",
-        "choices",
-        "loglikelihoods",
-    )
+        "doc_id", "doc_hash", "prompt_hash", "score", "target", "prompt", "choices", "loglikelihoods",
+    )  # fmt: skip
     assert [{key: row[key] for key in kept} for row in rows["mmlu"]] == samples["mmlu"]
     compare({"result": whole, "samples": samples}, {"result": back, "samples": rows})
 

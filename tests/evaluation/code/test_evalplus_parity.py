@@ -26,16 +26,8 @@ pytestmark = [
 # Special oracles (2 set, 558, 581, 794 not none), numbers, tuples in lists, floats, a
 # tuple, a list of floats.
 PROBLEMS = (
-    "2",
-    "14",
-    "63",
-    "558",
-    "581",
-    "794",
-    "HumanEval/2",
-    "HumanEval/8",
-    "HumanEval/21",
-)
+    "2", "14", "63", "558", "581", "794", "HumanEval/2", "HumanEval/8", "HumanEval/21",
+)  # fmt: skip
 ENDLESS = (
     "while True: pass",
     "while True:\n    try:\n        while True: pass\n    except BaseException: pass",

@@ -115,21 +115,11 @@ GENERATED: dict[str, Form] = {
 # Where the two differ: EvalPlus's blocks have two lines or more.
 ONE_LINE = "a function in one line, alone between fences"
 BEFORE = (
-    "",
-    "Let me think. ",
-    "Okay\n\n",
-    "The user's question is simple:\n",
-    "# Answer\n\n",
-    "x\n\n",
-)
+    "", "Let me think. ", "Okay\n\n", "The user's question is simple:\n", "# Answer\n\n", "x\n\n",
+)  # fmt: skip
 BEHIND = (
-    "",
-    "\n",
-    "\nHope that helps!",
-    "\n\nLet me know",
-    "\n\n**Note**: it's O(n).",
-    "\n<|im_end|>",
-)
+    "", "\n", "\nHope that helps!", "\n\nLet me know", "\n\n**Note**: it's O(n).", "\n<|im_end|>",
+)  # fmt: skip
 
 
 def answers() -> list[tuple[str, str, str]]:

@@ -8,13 +8,8 @@ from tests.reference.tiny import tiny_model
 from tests.support import few
 
 FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-)
+    "qwen3_moe", "qwen2_moe", "deepseek_v2", "instella_moe", "gpt_oss", "llama4_text",
+)  # fmt: skip
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 TOLERANCE = 5e-5
 

@@ -17,13 +17,8 @@ from tests.reference.tiny import tiny_model
 from tests.support import user_error
 
 FAMILY_NAMES = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-    "llama4_text",
-)
+    "qwen3_moe", "qwen2_moe", "deepseek_v3", "instella_moe", "gpt_oss", "llama4_text",
+)  # fmt: skip
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 pytestmark = pytest.mark.skipif(

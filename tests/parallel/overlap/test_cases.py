@@ -243,14 +243,8 @@ def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_insid
         assert by_case["MLP alone"][3] == steps([LayerFacts() for _ in layers])
         return
     own = [
-        "router",
-        "start dispatch",
-        "attention a",
-        "finish dispatch",
-        "experts",
-        "start combine",
-        "attention b",
-    ]
+        "router", "start dispatch", "attention a", "finish dispatch", "experts", "start combine", "attention b",
+    ]  # fmt: skip
     own += ["shared expert", "finish combine"]
     assert by_case["the last half"][3] == [(k, name) for k in (2, 3) for name in own]
 

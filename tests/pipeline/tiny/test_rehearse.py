@@ -102,28 +102,12 @@ def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
 
 
 SWAPPED = {
-    "name",
-    "output_dir",
-    "model.path",
-    "data.train.path",
-    "data.heldout.path",
-    "data.heldout_examples",
-    "data.max_length",
-    "train.max_steps",
-    "train.batch_size_tokens",
-    "train.warmup_steps",
-    "train.logging_steps",
-    "train.save_steps",
-    "early_stopping.every_steps",
-    "early_stopping.limit",
-    "sweep.batch_size_tokens",
-    "sweep.steps",
-    "sweep.warmup_steps",
-    "sweep.last_steps",
-    "sweep.train_tokens",
-    "evaluation.data_root",
+    "name", "output_dir", "model.path", "data.train.path", "data.heldout.path", "data.heldout_examples",
+    "data.max_length", "train.max_steps", "train.batch_size_tokens", "train.warmup_steps", "train.logging_steps",
+    "train.save_steps", "early_stopping.every_steps", "early_stopping.limit", "sweep.batch_size_tokens",
+    "sweep.steps", "sweep.warmup_steps", "sweep.last_steps", "sweep.train_tokens", "evaluation.data_root",
     "evaluation.limit",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", few(REAL, 5), ids=name)

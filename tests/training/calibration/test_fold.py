@@ -57,16 +57,8 @@ LEFT = {
 # Nothing in their MoE block can be folded, or their experts are not called with the
 # tokens' choices and weights.
 TOGETHER = {
-    "afmoe",
-    "kolibri1",
-    "axk1",
-    "inkling_text",
-    "inkling_mm_model",
-    "flex_olmo",
-    "beam",
-    "gemma4_text",
-    "gemma4",
-}
+    "afmoe", "kolibri1", "axk1", "inkling_text", "inkling_mm_model", "flex_olmo", "beam", "gemma4_text", "gemma4",
+}  # fmt: skip
 TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe"}
 TOGETHER |= {"deepseek_v4", "hy_v4", "glm5_next", "qwen4_exp_text", "qwen4_exp"}
 

@@ -24,15 +24,8 @@ from tests.reference.tiny import tiny_model
 from tests.support import Bench, history, killed_after, trained_weights, user_error
 
 FAMILY_NAMES = (
-    "qwen3_moe",
-    "mixtral",
-    "qwen2_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "llama4_text",
-    "olmoe",
-    "dots1",
-)
+    "qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text", "olmoe", "dots1",
+)  # fmt: skip
 LORA = {
     "r": 4,
     "lora_alpha": 16,
