@@ -269,14 +269,17 @@ def few_layers(recipe: Path, number: int = 4) -> Path:
     return recipe
 
 
+def estimated(path: Path, **hardware: Any) -> dict[str, Any]:
+    """Return the facts of a recipe on GPUs with these options."""
+    return estimate(load_recipe(path), Hardware(**hardware))
+
+
 @pytest.mark.usefixtures("own_setting_only")
 def test_qwen3_30b_needs_what_the_research_notes_say(
     recipe: Callable[..., Path],
 ) -> None:
     path = recipe(train={"bf16": True, "gradient_checkpointing": True})
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
-    )
+    facts = estimated(path, gpu="h100", num_gpus=8, sharding="fsdp2")
     parts = facts["memory"]["parts"]
     # 8 GPUs: the student's 16 bytes per parameter are 61 GB on each, the teacher's 2
     # bytes are 7.6 GB.
@@ -299,9 +302,7 @@ def test_a_parameter_takes_sixteen_bytes_with_fsdp2_and_eighteen_with_zero3(
 ) -> None:
     path = few_layers(recipe(train={"bf16": True}))
     for sharding, each in (("fsdp2", 16), ("zero3", 2 + 4 + 4 + 8)):
-        facts = estimate(
-            load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding=sharding)
-        )
+        facts = estimated(path, gpu="h100", num_gpus=8, sharding=sharding)
         parts = facts["memory"]["parts"]
         names = ("student weights", "master weights", "gradients", "optimizer states")
         held = sum(parts.get(name, 0) for name in names)
@@ -322,9 +323,8 @@ def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_th
         (blocks | {"l2_until": 0.5}, 2, True),
     ):  # fmt: skip
         train = two | {"bf16": bf16}
-        facts = estimate(
-            load_recipe(few_layers(recipe(train=train, objective=objective), 2)),
-            Hardware(gpu="h100"),
+        facts = estimated(
+            few_layers(recipe(train=train, objective=objective), 2), gpu="h100"
         )
         each = 2 * 1024 * 2048 * (2 if bf16 else 4)
         assert facts["memory"]["parts"]["teacher hidden states"] == number * each
@@ -334,15 +334,11 @@ def test_an_average_of_the_weights_takes_four_bytes_a_parameter(
     recipe: Callable[..., Path],
 ) -> None:
     path = few_layers(recipe(train={"ema_decay": 0.99}))
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h100", num_gpus=1, sharding="none")
-    )
+    facts = estimated(path, gpu="h100", num_gpus=1, sharding="none")
     assert (
         facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
     )
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
-    )
+    facts = estimated(path, gpu="h100", num_gpus=8, sharding="fsdp2")
     assert (
         facts["memory"]["parts"]["averaged weights"]
         == 4 * facts["parameters"]["total"] // 8
@@ -355,18 +351,14 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(
     path = few_layers(
         recipe(train={"bf16": True, "max_steps": 3000, "save_total_limit": 2})
     )
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
-    )
+    facts = estimated(path, gpu="h100", num_gpus=8, sharding="fsdp2")
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
     assert disk["host_copy_bytes"] == 12 * number
     assert "host memory   " in estimate_table(facts)
     for sharding, machines in (("fsdp2", 2), ("hsdp", 1)):
-        facts = estimate(
-            load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding=sharding)
-        )
+        facts = estimated(path, gpu="h100", num_gpus=16, sharding=sharding)
         assert facts["disk"]["host_copy_bytes"] == 12 * number // machines
 
 
@@ -376,9 +368,7 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
 ) -> None:
     stopping = {"suite": "paper11", "task": "mbpp_plus"}
     path = few_layers(recipe(train={"bf16": True}, early_stopping=stopping))
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
-    )
+    facts = estimated(path, gpu="h200", num_gpus=8, sharding="fsdp2")
     number, scoring = facts["parameters"]["total"], facts["scoring"]
     parts = facts["memory"]["parts"]
     head, context = parts["teacher head"], parts["GPU context"]
@@ -390,14 +380,10 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
     # As a ring over a GPU's links inside a node: 7 of 8 parts come from others.
     assert scoring["seconds"] > 2 * number * 7 / 8 / 900e9
     assert "of weights once for a score" in estimate_table(facts)
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="zero3")
-    )
+    facts = estimated(path, gpu="h200", num_gpus=8, sharding="zero3")
     assert not facts["scoring"]["once"]
     assert "of weights for every token" in estimate_table(facts)
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="none")
-    )
+    facts = estimated(path, gpu="h200", num_gpus=8, sharding="none")
     assert facts["scoring"] is None
 
 
@@ -496,17 +482,13 @@ def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_sco
     for values.
     """
     path = few_layers(recipe("DeepSeek-V2-Lite", train={"bf16": True}), 2)
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
-    )
+    facts = estimated(path, gpu="h200", num_gpus=8, sharding="fsdp2")
     assert facts["flops"]["float32_share"] < 0.01  # the routers
     longer = yaml.safe_load(path.read_text())
     longer["data"]["max_length"] = 2048
     longer["train"]["batch_size_tokens"] = 131072
     path.write_text(yaml.safe_dump(longer))
-    twice = estimate(
-        load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
-    )
+    twice = estimated(path, gpu="h200", num_gpus=8, sharding="fsdp2")
     more = (
         twice["flops"]["per_token"]["student forward"]
         - facts["flops"]["per_token"]["student forward"]
@@ -565,9 +547,8 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(
 ) -> None:
     """The network is so slow that next to nothing is hidden."""
     path = few_layers(recipe(train={"bf16": True}))
-    facts = estimate(
-        load_recipe(path),
-        Hardware(gpu="h100", num_gpus=16, sharding="fsdp2", network_gb_s=0.001),
+    facts = estimated(
+        path, gpu="h100", num_gpus=16, sharding="fsdp2", network_gb_s=0.001
     )
     number, steps = facts["parameters"]["total"], facts["settings"]["micro_batches"]
     # The student is gathered twice in bfloat16, the second time without its head, and
@@ -602,11 +583,12 @@ def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_ne
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = ROOT / "recipes" / f"{name}.yaml"
     spread = 8 if "--expert-parallel 8" in path.read_text() else 1
-    facts = estimate(
-        load_recipe(path),
-        Hardware(
-            gpu="h200", num_gpus=SHIPPED[name], sharding="fsdp2", expert_parallel=spread
-        ),
+    facts = estimated(
+        path,
+        gpu="h200",
+        num_gpus=SHIPPED[name],
+        sharding="fsdp2",
+        expert_parallel=spread,
     )
     said = " ".join(
         line.removeprefix("#").strip()
@@ -659,9 +641,7 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
     study["pretrain"]["config"]["num_hidden_layers"] = 2
     path = recipe()
     path.write_text(yaml.safe_dump(study))
-    facts = estimate(
-        load_recipe(path), Hardware(gpu="h200", num_gpus=64, sharding="fsdp2")
-    )
+    facts = estimated(path, gpu="h200", num_gpus=64, sharding="fsdp2")
     assert facts["run"] == "pretrain" and facts["settings"]["teacher"] is None
     assert [row["stage"] for row in facts["totals"]] == ["pretrain"]
     variant = estimate(
@@ -700,7 +680,7 @@ def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(
     variants = {"short": {"train.batch_size_tokens": 5120}, "same": {"seed": 1}}
     train = {"batch_size_tokens": 2048, "max_steps": 4, "warmup_steps": 1}
     path = few_layers(recipe(train=train, sweep=sweep, variants=variants))
-    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=2))
+    facts = estimated(path, gpu="h200", num_gpus=2)
     first, second = facts["refused"]
     assert first.startswith("sweep.batch_size_tokens: 1024 is not a multiple of 2048")
     assert second.startswith(
@@ -718,7 +698,7 @@ def test_what_does_not_fit_comes_with_changes_until_it_does(
         ),
         8,
     )
-    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1))
+    facts = estimated(path, gpu="h100", num_gpus=1)
     assert not facts["memory"]["fits"]
     changes = facts["changes"]
     assert changes[0]["change"] == "train.gradient_checkpointing: true"
@@ -735,10 +715,7 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(
     recipe: Callable[..., Path],
 ) -> None:
     path = few_layers(recipe(), 2)
-    one, two = (
-        estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=number))
-        for number in (1, 2)
-    )
+    one, two = (estimated(path, gpu="h200", num_gpus=number) for number in (1, 2))
     assert (
         one["memory"]["fits"] and one["changes"] == [] and one["hardware"]["supported"]
     )
