@@ -8,9 +8,7 @@ from torch import nn
 from fcsd.base.hooks import Stopped, first_tensor, hidden_states, hooked
 
 
-def test_calls_are_seen_in_the_block_and_hooks_are_gone_behind_it_also_after_a_stop() -> (
-    None
-):
+def test_calls_are_seen_in_the_block_and_hooks_are_gone_behind_it_also_after_a_stop():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     seen: list[tuple[int, ...]] = []
     with hooked(
@@ -31,9 +29,7 @@ def test_calls_are_seen_in_the_block_and_hooks_are_gone_behind_it_also_after_a_s
     )
 
 
-def test_the_hidden_states_of_a_call_are_those_of_that_name_or_the_first_tensor() -> (
-    None
-):
+def test_the_hidden_states_of_a_call_are_those_of_that_name_or_the_first_tensor():
     one, two = torch.zeros(1), torch.ones(1)
     assert first_tensor({"a": None, "b": ([one], two)}) is one
     assert first_tensor((None, 3)) is None

@@ -124,9 +124,7 @@ def test_an_installed_fcsd_gives_what_pip_noted(
         repository._of_package.cache_clear()
 
 
-def test_nothing_that_is_printed_or_written_installs_the_plugin_by_its_name_alone() -> (
-    None
-):
+def test_nothing_that_is_printed_or_written_installs_the_plugin_by_its_name_alone():
     folders = (
         "fcsd", "serving", "docs", "recipes", "examples", "configs", "eval", "benchmarks",
     )  # fmt: skip

@@ -14,9 +14,7 @@ from benchmarks.overlap.report import printed, summary
 from tests.reference.ranks import run_ranks
 
 
-def test_a_ratio_is_the_median_over_rounds_and_hidden_the_share_of_what_was_sent() -> (
-    None
-):
+def test_a_ratio_is_the_median_over_rounds_and_hidden_the_share_of_what_was_sent():
     def rounds(*steps: float, exposed: float) -> list[dict[str, float]]:
         return [
             {"step": step, "total of all": 1.0, "exposed of all": exposed}
@@ -122,9 +120,7 @@ def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(
         check_gradients(expected, actual)
 
 
-def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> (
-    None
-):
+def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves():
     """Each half has 4 of the 8 tokens of a rank."""
     for (expected, _), (actual, seen) in run_ranks(
         stepped, 2, "shared", ("regular", "both")

@@ -59,9 +59,7 @@ def test_planned_kernels_imply_the_planned_gain(trace: Trace) -> None:
     assert with_kernels == pytest.approx(own)
 
 
-def test_a_trace_of_a_tensor_parallel_server_implies_what_its_all_reduces_leave() -> (
-    None
-):
+def test_a_trace_of_a_tensor_parallel_server_implies_what_its_all_reduces_leave():
     """In line they take twice as long; beside computation, as long as planned."""
     (trace,) = (trace for trace in IMPLIED if "Mistral" in trace.title)
     own, longer = gain(trace, exchanges=2.0)

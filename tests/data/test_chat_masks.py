@@ -297,9 +297,7 @@ NO_END = (  # as GLM-4.5's: a turn ends where another one begins
 )
 
 
-def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is_put_at_the_end() -> (
-    None
-):
+def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is_put_at_the_end():
     kinds = {
         "several turns": ["\ngreetings<|user|>", "\ncold<|user|>", "\nwelcome<|user|>"],
         "a tool": [
@@ -431,9 +429,7 @@ def test_thoughts_that_a_template_takes_out_leave_the_answer_its_loss() -> None:
     ]
 
 
-def test_calls_that_a_template_does_not_write_and_answers_in_no_order_are_refused() -> (
-    None
-):
+def test_calls_that_a_template_does_not_write_and_answers_in_no_order_are_refused():
     with pytest.raises(BadExample, match="does not write"):
         said_in(REDUCED["an end of text"], CONVERSATIONS["a tool"])
     backwards = (

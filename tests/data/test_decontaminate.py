@@ -54,9 +54,7 @@ def test_case_punctuation_and_line_breaks_make_no_difference() -> None:
     )
 
 
-def test_a_shorter_item_counts_as_a_whole_and_a_very_short_one_is_counted_as_unchecked() -> (
-    None
-):
+def test_a_shorter_item_counts_as_a_whole_and_a_very_short_one_is_counted_as_unchecked():
     short = "Write a function that finds the shared elements of lists."  # 10 words
     searched = index(short, "What is it called?", QUESTION)
     assert searched.find(f"Please: {short} Thanks.") == (

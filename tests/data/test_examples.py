@@ -381,9 +381,7 @@ def test_parameters_of_a_tool_that_are_json_text_are_written_once() -> None:
     )
 
 
-def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_write_them() -> (
-    None
-):
+def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_write_them():
     function = {
         "name": "look",
         "description": "looks",
@@ -477,9 +475,7 @@ def test_a_role_of_other_data_is_the_standard_one(
     )
 
 
-def test_a_message_of_a_function_is_its_result_in_openais_data_and_unclear_in_others() -> (
-    None
-):
+def test_a_message_of_a_function_is_its_result_in_openais_data_and_unclear_in_others():
     result = {"role": "function", "name": "look", "content": "4"}
     assert tokens_of([*CHAT[:3], result], PLAIN_TEMPLATE)[0].endswith(
         "<|tool|>4<|eos|>"
@@ -490,9 +486,7 @@ def test_a_message_of_a_function_is_its_result_in_openais_data_and_unclear_in_ot
     assert "write 'function_call' or 'observation'" in error
 
 
-def test_a_result_of_a_tool_is_an_observation_where_the_template_knows_that_name_alone() -> (
-    None
-):
+def test_a_result_of_a_tool_is_an_observation_where_the_template_knows_that_name_alone():
     template = NAMING_TEMPLATE.replace("'user',", "'user', 'observation',")
     for result in (
         {"role": "tool", "content": "4"},
@@ -677,9 +671,7 @@ def test_the_system_message_of_a_column_begins_the_conversation() -> None:
     )
 
 
-def test_system_and_history_of_alpaca_come_before_the_prompt_and_earlier_answers_are_learned() -> (
-    None
-):
+def test_system_and_history_of_alpaca_come_before_the_prompt_and_earlier_answers_are_learned():
     row = {
         "instruction": "twice?", "input": "", "output": "8", "system": "be brief", "history": [["2+2?", "4"]],
     }  # fmt: skip

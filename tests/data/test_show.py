@@ -42,9 +42,7 @@ def rows_of(
     return given_rows(datasets.Dataset.from_list(examples), tokenizer, **settings)
 
 
-def test_examples_are_apart_special_tokens_are_there_padding_is_not_and_what_has_loss_is_in_brackets() -> (
-    None
-):
+def test_examples_are_apart_special_tokens_are_there_padding_is_not_and_what_has_loss_is_in_brackets():
     rows = rows_of([chat("1 + 1", "2 it is"), chat("a", "b", "c")])
     head, first, one, second, two = row_lines(rows, 0, TOKENIZER)
     assert re.fullmatch(

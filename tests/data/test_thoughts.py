@@ -118,9 +118,7 @@ def test_an_answer_is_shown_while_it_is_written() -> None:
     assert list(stream) == ["Hel", "lo", " you"]
 
 
-def test_thoughts_that_the_prompt_has_opened_are_thoughts_without_a_marker_of_their_own() -> (
-    None
-):
+def test_thoughts_that_the_prompt_has_opened_are_thoughts_without_a_marker_of_their_own():
     thoughts = Thoughts(tokenizer_with("deepseek_r1_distill"))
     prompt = "<｜User｜>Hi<｜Assistant｜><think>\n"
     assert thoughts.answer("User greets.\n\nSo: hello", prompt) == ""
@@ -251,9 +249,7 @@ def test_thoughts_are_switched_by_the_variable_that_the_template_reads(
         assert texts == [thinking, quick]
 
 
-def test_a_template_without_a_switch_and_one_that_cannot_be_read_get_the_usual_one() -> (
-    None
-):
+def test_a_template_without_a_switch_and_one_that_cannot_be_read_get_the_usual_one():
     for template in ("{{ messages[0].content }}", "{% if %}<", None):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template

@@ -566,9 +566,7 @@ def test_tokens_that_a_run_writes_on_another_day_have_the_day_of_its_first(
     assert not (bench.folder / "r" / "tokens" / "date.json").exists()
 
 
-def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user() -> (
-    None
-):
+def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user():
     def work(piece: int) -> int:
         if piece == 3:
             os._exit(9)

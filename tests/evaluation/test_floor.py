@@ -55,9 +55,7 @@ def right(count: int, of: int) -> list[float]:
     return [1.0] * count + [0.0] * (of - count)
 
 
-def test_the_floor_of_a_choice_is_one_in_its_number_of_answers_averaged_over_items() -> (
-    None
-):
+def test_the_floor_of_a_choice_is_one_in_its_number_of_answers_averaged_over_items():
     row = {"kind": "likelihood", "metric": "acc_norm,none"}
     mixed = [item(0, 1.0, 4), item(1, 0.0, 4), item(2, 0.0, 5), item(3, 1.0, 2)]
     assert floor_of(row, mixed) == pytest.approx((1 / 4 + 1 / 4 + 1 / 5 + 1 / 2) / 4)

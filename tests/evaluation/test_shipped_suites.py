@@ -111,9 +111,7 @@ def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
         )
 
 
-def test_the_suite_of_what_a_model_writes_asks_ifeval_as_the_suite_for_chat_models() -> (
-    None
-):
+def test_the_suite_of_what_a_model_writes_asks_ifeval_as_the_suite_for_chat_models():
     own, ifeval = load_suite("own_text").tasks
     (same,) = (row for row in load_suite("instruct").tasks if row.task == "ifeval")
     assert ifeval == same

@@ -707,9 +707,7 @@ def scored_on_rank(
     return made
 
 
-def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_it() -> (
-    None
-):
+def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_it():
     rows = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
     for none, once in run_ranks(scored_on_rank, 2, rows):
         for one, other in zip(none[0], once[0], strict=True):

@@ -25,9 +25,7 @@ class Usage(NamedTuple):
     free: int
 
 
-def test_the_need_is_that_of_the_checkpoints_kept_and_of_what_is_written_beside_them() -> (
-    None
-):
+def test_the_need_is_that_of_the_checkpoints_kept_and_of_what_is_written_beside_them():
     train = TrainConfig(max_steps=2000, save_steps=500, save_total_limit=2)
     n = 30_532_122_624  # Qwen3-30B-A3B
     need = disk_need(

@@ -54,9 +54,7 @@ def test_the_best_checkpoint_is_the_last_within_min_delta_of_the_highest() -> No
     assert kept == [10, 20, 40] and stopper.best_step == 40
 
 
-def test_a_training_that_only_makes_the_model_worse_leaves_the_weights_before_it() -> (
-    None
-):
+def test_a_training_that_only_makes_the_model_worse_leaves_the_weights_before_it():
     stopper = EarlyStopper(every_steps=10, patience=2, min_delta=0.0)
     assert stopper.update(0, Score([0.9])) and stopper.no_gain() is None
     assert not stopper.update(10, Score([0.1])) and not stopper.update(20, Score([0.2]))
@@ -152,9 +150,7 @@ def test_a_score_that_is_not_finite_is_refused(metric: str) -> None:
 # ---- errors
 
 
-def test_a_score_has_the_standard_error_of_a_mean_and_its_change_the_paired_one() -> (
-    None
-):
+def test_a_score_has_the_standard_error_of_a_mean_and_its_change_the_paired_one():
     rng = np.random.default_rng(0)
     before, after = rng.random(50), rng.random(50)
     score = Score(after.tolist())
@@ -340,9 +336,7 @@ def test_what_is_scored_is_said_in_words() -> None:
 # ---- time
 
 
-def test_the_share_of_the_time_counts_preparation_and_continues_after_a_restart() -> (
-    None
-):
+def test_the_share_of_the_time_counts_preparation_and_continues_after_a_restart():
     now = [100.0]
     time = TimeSpent(clock=lambda: now[0])
     with time.scoring():

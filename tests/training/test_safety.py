@@ -184,9 +184,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_what_to_do(
     )
 
 
-def test_a_guard_that_continues_from_its_state_decides_as_one_that_was_not_interrupted() -> (
-    None
-):
+def test_a_guard_that_continues_from_its_state_decides_as_one_that_was_not_interrupted():
     settings = SafetyConfig(max_skipped_steps=1)
     losses = [1.0, 9.0, math.nan, 9.0, 1.0, math.inf, math.nan]
 

@@ -325,9 +325,7 @@ def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(
     )
 
 
-def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep() -> (
-    None
-):
+def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep():
     """train.batch_size_tokens is 128: 8 steps of 128 tokens become 4 of 256, 2 of
     warm-up become 1, and 4 of decay do not fit.
     """

@@ -287,9 +287,7 @@ def test_a_failing_canonical_solution_is_a_scorer_error() -> None:
         scorer.self_check([good(), good("def f(x): return x")])
 
 
-def test_a_data_set_without_canonical_solutions_is_checked_by_a_program_of_ours() -> (
-    None
-):
+def test_a_data_set_without_canonical_solutions_is_checked_by_a_program_of_ours():
     with CodeScorer(num_workers=1) as scorer:
         (outcome,) = scorer.self_check([Problem("1", "p", "", ("assert False",))])
     assert outcome.passed and outcome.task_id == "probe"

@@ -668,9 +668,7 @@ def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
             assert run(scorer, NEIGHBOURS + PROBLEM.canonical).passed
 
 
-def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew() -> (
-    None
-):
+def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew():
     with CodeScorer(num_workers=1, timeout_s=20.0) as scorer:
         pids = server_processes(scorer)
         assert len(pids) == 2

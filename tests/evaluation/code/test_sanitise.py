@@ -113,9 +113,7 @@ def test_imports_and_what_the_function_needs_remain_of_a_block(
     assert sanitised(f"So:\n```python\n{block}\n```", "mean") == kept.strip()
 
 
-def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones_the_first() -> (
-    None
-):
+def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones_the_first():
     assert (
         longest_block("a = 1\nb = 2\n\n\n\nno code\nc = 1\nd = 2\ne = 3")
         == "c = 1\nd = 2\ne = 3"

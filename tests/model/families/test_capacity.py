@@ -196,9 +196,7 @@ def test_a_dropped_pair_adds_nothing_and_has_no_gradient(
         assert taken is not None and int(taken[0]) == int((~kept).sum())
 
 
-def test_experts_with_adapters_drop_in_training_and_the_teacher_inside_them_does_not() -> (
-    None
-):
+def test_experts_with_adapters_drop_in_training_and_the_teacher_inside_them_does_not():
     pytest.importorskip("peft")
     from fcsd.training.teachers.config import AdapterConfig
     from fcsd.training.teachers.lora import add_adapters, as_original

@@ -341,9 +341,7 @@ def test_no_name_of_a_plain_model_is_taken_for_one_of_a_quantised_and_packed_one
     assert missing_tensors(shapes, packed, ()) == []
 
 
-def test_experts_that_are_modules_stand_for_one_tensor_of_all_when_none_is_missing() -> (
-    None
-):
+def test_experts_that_are_modules_stand_for_one_tensor_of_all_when_none_is_missing():
     """As llm-compressor writes Llama 4, whose family has fused experts."""
     expected = {"m.experts.gate_up_proj": (2, 8, 4), "m.experts.down_proj": (2, 4, 8)}
     names = [

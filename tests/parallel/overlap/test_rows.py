@@ -169,9 +169,7 @@ def test_the_rows_of_a_token_are_the_ranks_of_its_experts(
     assert rows == pytest.approx(counted(12, top_k, ranks, groups))
 
 
-def test_eight_experts_over_eight_ranks_send_5_25_rows_and_a_busy_rank_at_most_one_of_each_token() -> (
-    None
-):
+def test_eight_experts_over_eight_ranks_send_5_25_rows_and_a_busy_rank_at_most_one_of_each_token():
     assert rows_per_token(10**6, 8, 8) == pytest.approx(5.25, abs=0.002)
     # by what has 12 instead of 8 experts
     missed = math.comb(64 - 12, 6) / math.comb(64, 6)
@@ -204,9 +202,7 @@ def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype) -> None:
         )
 
 
-def test_pairs_know_their_row_and_sums_are_those_of_float32_in_both_directions() -> (
-    None
-):
+def test_pairs_know_their_row_and_sums_are_those_of_float32_in_both_directions():
     """Two ranks with 2 rows each, 3 experts here."""
     counts = torch.tensor([[2, 3], [2, 2]])
     received = Parcels(counts, [2, 2], [3, 2], 8)

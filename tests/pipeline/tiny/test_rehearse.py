@@ -558,9 +558,7 @@ def header_commands(path: Path) -> list[list[str]]:
     ]
 
 
-def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads_that() -> (
-    None
-):
+def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads_that():
     for path in REAL:
         launched = [
             words for words in header_commands(path) if words[0] == "accelerate"

@@ -51,9 +51,7 @@ def test_a_size_between_two_rows_is_on_a_line_over_its_logarithm() -> None:
     assert more[1] == 320 + 1024
 
 
-def test_64_requests_of_qwen_are_256_kib_and_a_prefill_is_as_fast_as_its_links() -> (
-    None
-):
+def test_64_requests_of_qwen_are_256_kib_and_a_prefill_is_as_fast_as_its_links():
     assert of(planned("Qwen3-30B-A3B", {}, QWEN)) == pytest.approx(
         {"all_reduce": 12.5, "side": 24.6}
     )
@@ -235,9 +233,7 @@ def test_a_small_batch_reads_the_experts_that_its_requests_share() -> None:
     assert seconds[1] - beside == pytest.approx((seconds[0] - beside) / 2)
 
 
-def test_a_large_all_reduce_hangs_on_its_links_and_is_printed_in_whole_microseconds() -> (
-    None
-):
+def test_a_large_all_reduce_hangs_on_its_links_and_is_printed_in_whole_microseconds():
     """268 MB of prompts, of which 201 MB go at the rate of the links."""
     facts = plan(
         planned(
@@ -270,9 +266,7 @@ def test_a_server_that_hides_nothing_has_a_plan_without_an_expected_gain(
     assert "EXPECTED GAIN" not in plan_table(facts)
 
 
-def test_ranks_without_published_times_say_so_and_expect_an_engines_faster_kernel() -> (
-    None
-):
+def test_ranks_without_published_times_say_so_and_expect_an_engines_faster_kernel():
     a100 = planned("Qwen3-30B-A3B", {}, QWEN | {"gpu": "a100"})
     facts = plan(a100, advise=False)
     assert "ALL-REDUCES: 41.8 µs, from latency and rates" in plan_table(facts)
@@ -286,9 +280,7 @@ def test_ranks_without_published_times_say_so_and_expect_an_engines_faster_kerne
     assert least < plan_times(planned("Qwen3-30B-A3B", {}, given))["speed_up"] - 1
 
 
-def test_a_gain_over_no_exact_schedule_is_the_expected_one_over_regular_blocks() -> (
-    None
-):
+def test_a_gain_over_no_exact_schedule_is_the_expected_one_over_regular_blocks():
     facts = plan(
         planned("Qwen3-30B-A3B", {}, QWEN | {"assumptions": {"all_reduce_us": 30}}),
         advise=False,

@@ -373,9 +373,7 @@ def test_longer_steps_leave_less_of_a_decoding_gain_over_exact_schedules_too(
     assert gains == pytest.approx(expected)
 
 
-def test_the_first_line_of_a_servers_plan_has_no_planned_gain_without_its_range() -> (
-    None
-):
+def test_the_first_line_of_a_servers_plan_has_no_planned_gain_without_its_range():
     facts = plan(
         published(
             "DeepSeek-V2-Lite",
@@ -395,9 +393,7 @@ def test_the_first_line_of_a_servers_plan_has_no_planned_gain_without_its_range(
     )
 
 
-def test_a_prefill_may_gain_as_much_less_over_exact_schedules_as_past_plans_were_off() -> (
-    None
-):
+def test_a_prefill_may_gain_as_much_less_over_exact_schedules_as_past_plans_were_off():
     times = {"speed_up": 1.3, "over_exact": 1.049}
     rows = [{"speed_up": [1.2, 1.4], "over_exact": [1.03, 1.07]}]
     settings = PlanSettings(model="x", phase="prefill")

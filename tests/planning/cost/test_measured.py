@@ -131,9 +131,7 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     assert facts["times"]["exchange_s"]["combine"] == pytest.approx(0.09, rel=0.1)
 
 
-def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed() -> (
-    None
-):
+def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed():
     def step(seconds: float, window: float) -> list[dict[str, Any]]:
         sent = Record(
             "dispatch",

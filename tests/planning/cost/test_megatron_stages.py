@@ -120,9 +120,7 @@ def test_a_pipeline_waits_p_minus_1_of_m_plus_p_minus_1_micro_batches() -> None:
     )
 
 
-def test_stages_share_layers_and_weights_and_no_combine_is_in_flight_between_them() -> (
-    None
-):
+def test_stages_share_layers_and_weights_and_no_combine_is_in_flight_between_them():
     assert [end - first for first, end in stages_of(61, 8)] == [8] * 5 + [7] * 3
     one = trained("DeepSeek-V2-Lite", {}, nodes=2, pipeline_parallel=2, length=512)
     parts = [stage_work(one.work, stage) for stage in stages_of(27, 2)]

@@ -272,9 +272,7 @@ def test_a_range_contains_its_planned_gain_where_both_ends_lie_on_one_side() -> 
     assert one_sided
 
 
-def test_published_times_between_tokens_over_planned_ones_are_the_expected_ratio() -> (
-    None
-):
+def test_published_times_between_tokens_over_planned_ones_are_the_expected_ratio():
     ratios = [
         ms / 1e3 / plan_times(published(name, changes, settings | served))["regular_s"]
         for _, _, name, changes, settings, steps in STEPS
@@ -354,9 +352,7 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     )
 
 
-def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> (
-    None
-):
+def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose():
     """Llama 4's own code runs all 16 experts on every token; ranks that share them run
     only the one that a token chose.
     """

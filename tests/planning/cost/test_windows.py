@@ -42,9 +42,7 @@ def windows_of(
     return windows(facts, [STEPS] * len(moe))
 
 
-def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_queries() -> (
-    None
-):
+def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_queries():
     # The first layer starts its dispatch before all of attention; after the last there
     # is only the shared expert.
     assert windows_of([True] * 3, [True] * 3) == [(11, 10001), (10, 10001), (10, 10000)]
@@ -117,9 +115,7 @@ def test_equation_9_is_necessary_and_not_sufficient() -> None:
     assert exposed(combine, 10001) == 0
 
 
-def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_attention() -> (
-    None
-):
+def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_attention():
     def served(
         moe: list[bool], attention: str = "partial", mlp: str = "outdated"
     ) -> Any:

@@ -1138,9 +1138,7 @@ def test_collectives_that_no_longer_block(
     assert overlapped_collectives(layers, [1, 2, 3], *sides) == (overlapped, 6)
 
 
-def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_attention() -> (
-    None
-):
+def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_attention():
     sides = ("partial", "outdated")
     assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "olmoe") == (5, 6)
     assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "flex_olmo") == (6, 6)

@@ -146,9 +146,7 @@ def by_hand(
     return regression(x, y) if fits else towards
 
 
-def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for() -> (
-    None
-):
+def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for():
     teacher = tiny_model(
         "qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager"
     )
@@ -629,9 +627,7 @@ def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
         assert one[name]["kl"] == pytest.approx(whole["kl"][name]["kl"], abs=1e-4)
 
 
-def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on() -> (
-    None
-):
+def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on():
     rows = as_rows(text(100))
     solved, left_out = split_rows(rows, 1600, 16)  # the next ones, an eighth as many
     assert solved == rows[:50] and left_out == rows[50:57]
@@ -1090,9 +1086,7 @@ def test_text_that_was_left_out_tells_that_there_is_too_little_of_it(
     assert (kl(teacher, student, held_out) > before) is bool(is_ruled_out)
 
 
-def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_it() -> (
-    None
-):
+def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_it():
     """By hand, for the input of the last layer's MoE block: every fourth row is held
     out, and equal rows count as one.
     """

@@ -411,9 +411,7 @@ def test_a_run_that_was_ended_continues_with_its_biases(
     )
 
 
-def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_fixed() -> (
-    None
-):
+def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_fixed():
     train = TrainConfig(balance_loss_coefficient=1.0, balance_loss_over="batch")
     with in_float64(), torch.no_grad():
         model = tiny_model("qwen3_moe").double()

@@ -93,9 +93,7 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     )
 
 
-def test_the_pass_leaves_every_training_flag_gradient_flag_and_the_random_state_as_they_were() -> (
-    None
-):
+def test_the_pass_leaves_every_training_flag_gradient_flag_and_the_random_state_as_they_were():
     student = student_of(
         tiny_model("qwen2_moe"),
         {"r": 2, "target_modules": ["o_proj"], "lora_dropout": 0.5},
