@@ -5,6 +5,8 @@ forks.
 import contextlib
 import ctypes
 import faulthandler
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,16 +222,22 @@ def trained_weights(bench: Bench, name: str) -> str:
     return weights_fingerprint(bench.folder / name / "distill" / "model")
 
 
+def arithmetic(count: int) -> list[dict[str, Any]]:
+    """Return conversations of one question and its answer."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} + {n % 7}"},
+                {"role": "assistant", "content": f"{n + n % 7} is it"},
+            ]
+        }
+        for n in range(count)
+    ]
+
+
 def make_bench(base: Path, folder: Path) -> Bench:
     """Return a bench in `folder`."""
-    turns = [
-        [
-            {"role": "user", "content": f"{n} + {n % 7}"},
-            {"role": "assistant", "content": f"{n + n % 7} is it"},
-        ]
-        for n in range(60)
-    ]
-    write_rows(folder / "rows.jsonl", [{"messages": messages} for messages in turns])
+    write_rows(folder / "rows.jsonl", arithmetic(60))
     problem = {
         "task_id": 1, "prompt": "Write one().", "code": "def one():\n    return 1\n", "test_imports": [],
         "test_list": ["assert one() == 1"], "test": "assert one() == 1",
@@ -445,6 +454,27 @@ def run_command(*parts: object) -> int:
     from fcsd.cli.main import main
 
     return main(command_words(*parts))
+
+
+def load_script(file: Path) -> Any:
+    """Return a script as a module; what it puts in front of `sys.path` goes again."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def load_modules(folder: str, package: str, names: Iterable[str]) -> SimpleNamespace:
+    """Return modules of a package in a folder of the checkout, by their names."""
+    sys.path.insert(0, str(ROOT / folder))
+    try:
+        modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+        return SimpleNamespace(**modules)
+    finally:
+        sys.path.remove(str(ROOT / folder))
 
 
 def run_of(recipe: Any) -> Any:

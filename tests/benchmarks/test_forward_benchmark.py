@@ -1,13 +1,12 @@
 """The benchmark of the forward pass runs, compares like with like, and fails on its limit."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import command_words
+from tests.support import command_words, load_script
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "forward.py"
 SMALL = command_words("--layers 2 --dim 32 --tokens 8 --rounds 2 --decode-steps 2")
@@ -15,9 +14,7 @@ SMALL = command_words("--layers 2 --dim 32 --tokens 8 --rounds 2 --decode-steps 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    spec = importlib.util.spec_from_file_location("forward_benchmark", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(FILE)
     threads = torch.get_num_threads()
     yield module
     torch.set_num_threads(threads)

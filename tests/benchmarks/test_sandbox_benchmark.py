@@ -1,28 +1,20 @@
 """The benchmark of the sandbox measures programs that pass, beside the floor of the same run."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.evaluation.rows import write_root
-from tests.support import command_words
+from tests.support import command_words, load_script
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sandbox.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("sandbox_benchmark", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
+    return load_script(FILE)
 
 
 def test_overhead_stands_beside_two_forks_and_canonical_programs_are_counted(

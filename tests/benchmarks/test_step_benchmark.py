@@ -3,14 +3,13 @@ correct ratios.
 """
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.support import command_words
+from tests.support import command_words, load_script
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "step.py"
 SMALL = command_words("--dim 64 --layers 2 --vocab 512 --length 64 --rows 2")
@@ -18,12 +17,7 @@ SMALL = command_words("--dim 64 --layers 2 --vocab 512 --length 64 --rows 2")
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("step_benchmark", FILE)
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
+    return load_script(FILE)
 
 
 class Losses(TrainerCallback):

@@ -2,8 +2,6 @@
 `make test-megatron` has the rest.
 """
 
-import importlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, resolve_layers
 from fcsd.model.families import FAMILIES, moe_mask
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import ROOT, user_error
+from tests.support import load_modules, user_error
 
 PURE = ("names", "plans", "refusals", "settings", "source", "versions")
 
@@ -23,13 +21,7 @@ PURE = ("names", "plans", "refusals", "settings", "source", "versions")
 @pytest.fixture(scope="module")
 def package() -> Any:
     """The modules that need no Megatron."""
-    sys.path.insert(0, str(ROOT / "megatron"))
-    try:
-        return SimpleNamespace(
-            **{name: importlib.import_module(f"fcsd_megatron.{name}") for name in PURE}
-        )
-    finally:
-        sys.path.remove(str(ROOT / "megatron"))
+    return load_modules("megatron", "fcsd_megatron", PURE)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fcsd.model.connectivity.aliases import from_instella
 from fcsd.model.families import FAMILIES, PREFIX, SERVED
 from fcsd.planning.cost.planned import ALL2ALL
 from tests.serving.test_serving_sglang import PURE as PURE_OF_SGLANG
-from tests.support import ROOT
+from tests.support import ROOT, load_modules
 
 SERVING = ROOT / "serving"
 PURE = ("families", "field", "refusals", "settings", "sources", "versions", "weights")
@@ -30,13 +30,7 @@ PURE = ("families", "field", "refusals", "settings", "sources", "versions", "wei
 @pytest.fixture(scope="module")
 def plugin() -> Any:
     """The plugin's modules that need no engine."""
-    sys.path.insert(0, str(SERVING))
-    try:
-        return SimpleNamespace(
-            **{name: importlib.import_module(f"fcsd_vllm.{name}") for name in PURE}
-        )
-    finally:
-        sys.path.remove(str(SERVING))
+    return load_modules("serving", "fcsd_vllm", PURE)
 
 
 def test_every_family_is_named_as_in_fcsd(plugin: Any) -> None:

@@ -2,9 +2,7 @@
 refusals.
 """
 
-import importlib
 import json
-import sys
 import tomllib
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from fcsd.model.families import FAMILIES
-from tests.support import ROOT
+from tests.support import ROOT, load_modules
 
 SERVING = ROOT / "serving"
 PURE = ("families", "models", "refusals", "settings", "versions")
@@ -21,13 +19,7 @@ PURE = ("families", "models", "refusals", "settings", "versions")
 @pytest.fixture(scope="module")
 def package() -> Any:
     """The modules that need no engine."""
-    sys.path.insert(0, str(SERVING))
-    try:
-        return SimpleNamespace(
-            **{name: importlib.import_module(f"fcsd_sglang.{name}") for name in PURE}
-        )
-    finally:
-        sys.path.remove(str(SERVING))
+    return load_modules("serving", "fcsd_sglang", PURE)
 
 
 def test_every_family_is_named_as_in_fcsd(package: Any) -> None:

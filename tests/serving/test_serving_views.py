@@ -2,8 +2,6 @@
 exchanged by its values.
 """
 
-import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.reference.ranks import run_ranks
-from tests.support import ROOT
+from tests.support import load_modules
 
 VIEWS = {
     "padded": lambda x: x[:, :3],  # kernels of MXFP4 experts pad the hidden size
@@ -23,11 +21,7 @@ VIEWS = {
 
 def plugin(name: str) -> Any:
     """Return a module of the plugin."""
-    sys.path.insert(0, str(ROOT / "serving"))
-    try:
-        return importlib.import_module(f"fcsd_vllm.{name}")
-    finally:
-        sys.path.remove(str(ROOT / "serving"))
+    return getattr(load_modules("serving", "fcsd_vllm", [name]), name)
 
 
 def raw_double(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import Hub, hub
-from tests.support import ROOT, Bench, edited_json, few, user_error
+from tests.support import ROOT, Bench, arithmetic, edited_json, few, user_error
 
 __all__ = ["hub"]  # the fixture
 
@@ -57,18 +57,6 @@ SETTINGS: dict[str, Any] = {
 
 def other_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-
-
-def examples(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n} + {n % 7}"},
-                {"role": "assistant", "content": f"{n + n % 7} is it"},
-            ]
-        }
-        for n in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +90,7 @@ def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTra
         convert_model(model, Connectivity("all"))
         arguments = {
             "model": model,
-            "train_dataset": datasets.Dataset.from_list(examples(60)),
+            "train_dataset": datasets.Dataset.from_list(arithmetic(60)),
             "processing_class": tokenizer,
         } | {name: value for name, value in changes.items() if name in names}
         settings = SETTINGS | {
@@ -269,7 +257,7 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
         LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
     ).eval()
     dense.save_pretrained(tmp_path / "dense")
-    heldout = datasets.Dataset.from_list(examples(10))
+    heldout = datasets.Dataset.from_list(arithmetic(10))
     trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
     student = copy.deepcopy(trainer.model).double()
     expected = reference_kl(
@@ -306,7 +294,7 @@ def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
 def test_the_held_out_kl_is_that_of_full_logits_and_training_lowers_it(
     make: Callable[..., FCSDTrainer], original: Any
 ) -> None:
-    heldout = datasets.Dataset.from_list(examples(80)[60:])
+    heldout = datasets.Dataset.from_list(arithmetic(80)[60:])
     trainer = make(eval_dataset=heldout, packing=False)
     student = copy.deepcopy(trainer.model).double()
     expected = reference_kl(
@@ -342,7 +330,7 @@ def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     trainer = make(
-        eval_dataset=datasets.Dataset.from_list(examples(80)[60:]),
+        eval_dataset=datasets.Dataset.from_list(arithmetic(80)[60:]),
         callbacks=[
             EarlyStoppingCallback(
                 early_stopping_patience=2, early_stopping_threshold=0.0
@@ -384,7 +372,7 @@ def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_set
     metric: str,
     names: tuple[str, ...] | None,
 ) -> None:
-    rows = datasets.Dataset.from_list(examples(70)[60:])
+    rows = datasets.Dataset.from_list(arithmetic(70)[60:])
     trainer = make(
         objective=objective,
         eval_dataset=rows if names is None else dict.fromkeys(names, rows),
@@ -429,12 +417,15 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
 def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(
     make: Callable[..., FCSDTrainer],
 ) -> None:
-    one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
+    one = {"eval_dataset": arithmetic(10), "metric_for_best_model": "ce"}
     with user_error(
         r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
     ):
         make(**one)
-    several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
+    several = one | {
+        "eval_dataset": {"a": arithmetic(10)},
+        "metric_for_best_model": "kl",
+    }
     with user_error(r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
         make(**several)
 
@@ -446,7 +437,7 @@ def test_the_time_of_evaluations_is_left_out_of_the_throughput_once(
 
     clock = [0.0]
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
-    trainer = make(eval_dataset={"a": examples(4), "b": examples(4)}, max_steps=2)
+    trainer = make(eval_dataset={"a": arithmetic(4), "b": arithmetic(4)}, max_steps=2)
     measure = trainer.heldout
 
     def slow(*args: Any, **options: Any) -> dict[str, float]:
@@ -537,7 +528,7 @@ def test_early_stopping_counts_on_from_the_checkpoint_and_ends_in_the_same_step(
             folder,
             # no evaluation is better than the first one by as much as this
             callbacks=[EarlyStoppingCallback(patience, early_stopping_threshold=9.0)],
-            eval_dataset=examples(70)[60:],
+            eval_dataset=arithmetic(70)[60:],
             eval_strategy="steps",
             eval_steps=1,
             save_steps=1,
@@ -564,7 +555,7 @@ def test_a_training_that_is_complete_is_left_with_its_best_weights(
 ) -> None:
     def trainer() -> FCSDTrainer:
         return make(
-            eval_dataset=examples(70)[60:],
+            eval_dataset=arithmetic(70)[60:],
             eval_strategy="steps",
             eval_steps=2,
             load_best_model_at_end=True,
@@ -669,7 +660,7 @@ def test_metrics_are_computed_from_the_logits_of_the_model(
         right = evaluation.predictions[:, :-1].argmax(-1) == evaluation.label_ids[:, 1:]
         return {"accuracy": float(right[kept].mean())}
 
-    heldout = datasets.Dataset.from_list(examples(10))
+    heldout = datasets.Dataset.from_list(arithmetic(10))
     trainer = make(eval_dataset=heldout, compute_metrics=agreement, packing=False)
     assert trainer.evaluate().keys() >= {"eval_accuracy", "eval_kl", "eval_loss"}
     predicted = trainer.predict(heldout)
@@ -693,7 +684,7 @@ def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
 ) -> None:
     trainer = make(
         objective="sft",
-        eval_dataset=datasets.Dataset.from_list(examples(10)),
+        eval_dataset=datasets.Dataset.from_list(arithmetic(10)),
         packing=False,
     )
     assert trainer.teacher is None
@@ -766,7 +757,7 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
 ) -> None:
     model = copy.deepcopy(original).bfloat16()
     trainer = make(
-        model=model, layers="last:1", ema_decay=0.5, eval_dataset=examples(4)
+        model=model, layers="last:1", ema_decay=0.5, eval_dataset=arithmetic(4)
     )
     assert next(model.parameters()).dtype == torch.float32
     assert trainer.teacher is not None
@@ -849,7 +840,7 @@ def trained(folder: str, base: str) -> tuple[list[float], float]:
         output_dir=folder, layers="all", max_steps=4, batch_size_tokens=256, per_device_train_batch_size=2,
         max_length=32, learning_rate=1e-3, logging_steps=1, save_steps=2, seed=0, disable_tqdm=True,
     )  # fmt: skip
-    rows = examples(70)
+    rows = arithmetic(70)
     trainer = FCSDTrainer(
         model=base, args=arguments, train_dataset=rows[:60], eval_dataset=rows[60:]
     )
@@ -889,8 +880,9 @@ def test_two_ranks_train_what_one_process_trains(
         ({"train_dataset": {"train": [], "test": []}}, "holds several \\('train', 'test'\\); give one of them"),
         ({"columns": {"text": "words"}}, "no column 'words'; it has 'messages'; name the right ones under `columns`"),
         ({"batch_size_tokens": 100}, r"^batch_size_tokens: 100 is not a multiple of 64 \(per_.* 2 x max_length 32 x"),
-        ({"train_dataset": examples(3)}, "has 3 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data"),
-        ({"train_dataset": examples(40), "max_length": 2}, "not one of 40 examples has a response token"),
+        ({"train_dataset": arithmetic(3)},
+         "has 3 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data"),
+        ({"train_dataset": arithmetic(40), "max_length": 2}, "not one of 40 examples has a response token"),
         ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
         ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
         ({"temperature": -1.0}, "FCSDConfig: temperature: must be greater than 0, got -1.0"),
@@ -988,7 +980,7 @@ def test_what_is_missing_or_given_without_a_name_is_said(tmp_path: Path) -> None
 def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
     make: Callable[..., FCSDTrainer],
 ) -> None:
-    trainer = make(eval_dataset={"one": examples(8)})
+    trainer = make(eval_dataset={"one": arithmetic(8)})
     assert trainer.evaluate("one")["eval_kl"] > 0
     for measure, name in (
         (trainer.evaluate, "eval_dataset"),
@@ -999,7 +991,7 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
         with user_error(f"data set {name}, row 1: a str; an example is a mapping"):
             measure(["a"])
     with user_error(r"test_dataset: holds several \('one'\); give"):
-        trainer.predict({"one": examples(8)})
+        trainer.predict({"one": arithmetic(8)})
     with user_error("test_dataset: None; give the data to measure"):
         trainer.predict(None)
     with user_error("eval_dataset: None; give the data to measure"):
@@ -1010,8 +1002,11 @@ def test_data_that_are_set_later_are_measured_but_not_trained_on(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     """The order of rows and the record of a training are made with the trainer."""
-    trainer, other = make(eval_dataset=examples(8)), make(eval_dataset=examples(9)[3:])
-    trainer.eval_dataset = examples(9)[3:]
+    trainer, other = (
+        make(eval_dataset=arithmetic(8)),
+        make(eval_dataset=arithmetic(9)[3:]),
+    )
+    trainer.eval_dataset = arithmetic(9)[3:]
     assert trainer.evaluate()["eval_kl"] == other.evaluate()["eval_kl"]
     trainer.train_dataset = other.train_dataset
     with user_error("train_dataset: was replaced after"):
@@ -1051,7 +1046,7 @@ def test_the_examples_that_were_left_out_are_printed(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     bad = {"messages": [{"role": "user", "content": None}]}
-    trainer = make(on_bad_row="skip", train_dataset=[*examples(40), bad])
+    trainer = make(on_bad_row="skip", train_dataset=[*arithmetic(40), bad])
     first, second = repr(trainer.bad_rows).splitlines()
     assert first == "1 of 41 examples left out"
     assert second.startswith(
@@ -1124,7 +1119,7 @@ def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
     with user_error(r"teacher: a PeftModel; .*get_base_model\(\)"):
         make(teacher=wrapped)
     base, merged = wrapped.get_base_model(), copy.deepcopy(wrapped).merge_and_unload()
-    heldout = {"eval_dataset": examples(8)}
+    heldout = {"eval_dataset": arithmetic(8)}
     kl, merged_kl = (
         make(teacher=copy.deepcopy(teacher), **heldout).evaluate()["eval_kl"]
         for teacher in (base, merged)
@@ -1213,7 +1208,7 @@ def test_arguments_of_transformers_are_taken_for_ones_own(
         str(tmp_path), per_device_train_batch_size=1, **settings
     )
     trainer = FCSDTrainer(
-        model, arguments, train_dataset=examples(40), processing_class=tokenizer
+        model, arguments, train_dataset=arithmetic(40), processing_class=tokenizer
     )
     assert isinstance(trainer.args, FCSDConfig) and trainer.args.learning_rate == 3e-4
     assert trainer.args.max_length == 4096 and fcsd.FCSDTrainer is FCSDTrainer

@@ -319,20 +319,27 @@ def test_no_hidden_states_of_one_step_are_held_when_the_teacher_gives_those_of_t
     assert (alive, len(held)) == ([0, 0, 0], 3 * 2)
 
 
-def test_frozen_embeddings_and_head_stay_bit_identical_while_others_move(
-    tmp_path: Path, teacher: Any
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("freeze_embeddings_and_head", {"model.embed_tokens.weight", "lm_head.weight"}),
+        ("freeze_routers", {f"model.layers.{k}.mlp.gate.weight" for k in (0, 1)}),
+    ],
+)
+def test_frozen_weights_stay_bit_identical_while_others_move(
+    tmp_path: Path, teacher: Any, key: str, names: set[str]
 ) -> None:
-    run = make(tmp_path, teacher, {"name": "kl", "freeze_embeddings_and_head": True})
+    run = make(tmp_path, teacher, {"name": "kl", key: True})
     before = weights(run.student)
     train(*run)
-    after = load_file(tmp_path / "model" / "model.safetensors")
     still = {
         name
         for name, value in weights(run.student).items()
         if torch.equal(value, before[name])
     }
-    assert still == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    assert still == names
+    after = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(after[name], before[name]) for name in names)
 
 
 @pytest.mark.parametrize("where", ["first", "second"])

@@ -57,7 +57,15 @@ from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.layers.test_kinds import without_kl
 from tests.reference.tiny import tiny_model
-from tests.support import command_words, edited_json, evaluate, run_command, user_error
+from tests.support import (
+    arithmetic,
+    command_words,
+    edited_json,
+    evaluate,
+    run_command,
+    user_error,
+    write_rows,
+)
 
 NUM_LAYERS = 4
 ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "response"}
@@ -81,15 +89,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "rows.jsonl"
-    with path.open("w") as file:
-        for n in range(20):
-            roles = (("user", f"{n} + {n % 7}"), ("assistant", f"{n + n % 7} is it"))
-            row = {
-                "messages": [
-                    {"role": role, "content": content} for role, content in roles
-                ]
-            }
-            file.write(json.dumps(row) + "\n")
+    write_rows(path, arithmetic(20))
     return path
 
 

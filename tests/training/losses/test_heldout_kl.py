@@ -1,6 +1,5 @@
 """The held-out KL against the models' own logits in float64."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from fcsd.training.losses.heldout_kl import (
     row_parts,
 )
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import arithmetic, user_error, write_rows
 
 NUM_EXAMPLES = 6
 
@@ -28,15 +27,7 @@ NUM_EXAMPLES = 6
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    with path.open("w") as file:
-        for n in range(NUM_EXAMPLES):
-            roles = (("user", f"{n} + {n % 7}"), ("assistant", f"{n + n % 7} is it"))
-            row = {
-                "messages": [
-                    {"role": role, "content": content} for role, content in roles
-                ]
-            }
-            file.write(json.dumps(row) + "\n")
+    write_rows(path, arithmetic(NUM_EXAMPLES))
     return path
 
 
