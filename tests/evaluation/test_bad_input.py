@@ -401,13 +401,6 @@ SOLUTIONS = [
 ]
 
 
-def samples_text(*samples: Any) -> bytes:
-    return "".join(json.dumps(sample) + "\n" for sample in samples).encode()
-
-
-# no time in a test's name
-
-
 def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_their_own_result(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
