@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, logsigmoid, silu, softmax
 from transformers.cache_utils import KVSharingDict
 
 from tests.reference import streams as hyper
+from tests.reference.blocks import block_streams
 from tests.reference.parts import (
     Step,
     _fused,
@@ -393,7 +394,7 @@ def _muse_spark(
     return mixed(last, h, normed(out, weight)), mixed(last, h, 0.0)
 
 
-LAYERS: dict[str, Layer] = {
+LAYERS: dict[str, Any] = {
     "glm_moe_dsa": _glm_moe_dsa,
     "afmoe": _afmoe,
     "kolibri1": _kolibri,
@@ -407,7 +408,9 @@ LAYERS: dict[str, Layer] = {
     "minimax": _minimax,
     "gemma4_text": _gemma4,
     **hyper.LAYERS,
+    "nemotron_h": block_streams,
 }
+"""Model type -> `Layer`; `block_streams` where each layer is one branch."""
 
 WRAPPERS: dict[str, Layer] = {
     "mistral_large4": _glm_moe_dsa,
@@ -422,6 +425,8 @@ def _decoder(model: Any) -> tuple[Any, Any]:
     """Return (layers, final norm)."""
     if model.config.model_type == "dbrx":
         return model.transformer.blocks, model.transformer.norm_f
+    if model.config.model_type == "nemotron_h":
+        return model.model.layers, model.model.norm_f
     return model.model.layers, getattr(model.model, "norm", None)
 
 
@@ -437,8 +442,10 @@ def adapted_streams(
     nothing is; k from 1]).
     """
     stack, _ = _decoder(model)
-    step = LAYERS[model.config.model_type]
     o, arguments = layer_arguments(model, input_ids, stack=stack, **inputs)
+    step = LAYERS[model.config.model_type]
+    if step is block_streams:
+        return block_streams(stack, model.config, o, arguments, layers, attention, mlp)
     streams: list[Tensor] = [o]
     rests: list[Tensor | None] = []
     rest: Tensor | None = None

@@ -168,9 +168,11 @@ def tell_first_layers(
     """
     layers = resolve_layers(connectivity.layers, mask)
     later_layers = [layer for layer in layers if layer]
-    # With a regular MLP input, or in a parallel layout, layer 0 has nothing before it
-    # that its inputs could miss: rewiring it changes nothing.
-    regular = 0 not in connectivity.outdated_layers(mask) or family.layout == "parallel"
+    # With a regular MLP input, in a parallel layout or in one of blocks, layer 0 has
+    # nothing before it that its inputs could miss: rewiring it changes nothing.
+    regular = 0 not in connectivity.outdated_layers(mask) or family.layout in (
+        *("parallel", "blocks"),
+    )
     if regular or len(later_layers) in (0, len(layers)):
         return
     print(

@@ -61,6 +61,13 @@ class View:
         return getattr(self._module, name) if child is None else child
 
 
+class CalledView(View):
+    """A stand-in for a module that is called, and whose attributes are read as well."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
     """Return a subclass with the same name (policies of FSDP, accelerate and DeepSpeed
     match on it) that pickles by path.
@@ -212,6 +219,11 @@ class LayerPass:
         if family.layout == "streams":
             return self.stream_overrides()
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
+        if family.layout == "blocks":
+            norms[family.in_norm] = CalledView(
+                getattr(self.norms, family.in_norm), {"call": self.in_norm}
+            )
+            return norms | ({family.moe: self.moe} if self.plan.block_shared else {})
         if family.layout == "parallel":
             return norms | {family.attention: self.attention, family.moe: self.moe}
         several = isinstance(family.mlp_norm, tuple)
@@ -294,7 +306,7 @@ class LayerPass:
         return (write.unsqueeze(-1) * output).reshape(self.o.shape)
 
     def in_norm(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.family.layout == "post_norm" else self.a
+        x = x if self.family.layout == "post_norm" else self.a.to(x.dtype)
         out = getattr(self.norms, self.family.in_norm)(x)
         if x is self.o:
             self.normed = out
@@ -348,8 +360,8 @@ class LayerPass:
         return self.shared_output
 
     def partial(self) -> torch.Tensor:
-        """Return o_k - routed_k."""
-        rest = self.after_attention
+        """Return o_k - routed_k; where a layer is one branch without experts, o_{k-1}."""
+        rest = self.o if self.family.layout == "blocks" else self.after_attention
         if self.family.residual != "sum" or self.family.layout == "streams":
             rest = self.kept(1, rest)
         if self.shared_output is None:

@@ -141,6 +141,21 @@ def check_field(family: Any, farskip: Any) -> None:
         )
 
 
+def _is_outdated(k: int, mlp: Any) -> bool:
+    return k in mlp if isinstance(mlp, list) else mlp == "outdated"
+
+
+def _hands_on(stack: nn.ModuleList, k: int, family: Any, farskip: Any) -> bool:
+    """Return whether the next layer, which is rewired, reads another stream than o_k."""
+    is_moe, next_is_moe = (
+        is_one_of(getattr(layer, family.moe), family.moe_block)
+        for layer in (stack[k], stack[min(k + 1, len(stack) - 1)])
+    )
+    if family.layout == "blocks" and next_is_moe:
+        return _is_outdated(k + 1, farskip["mlp"])
+    return is_moe and farskip["attention"] == "partial"
+
+
 def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
     """Rewire `model` in place, undoing an earlier rewiring first.
 
@@ -178,11 +193,7 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
     for k in sorted(selected):
         layer: Any = stack[k]
         block = getattr(layer, family.moe)
-        carry = (
-            farskip["attention"] == "partial"
-            and is_one_of(block, family.moe_block)
-            and k + 1 in selected
-        )
+        carry = k + 1 in selected and _hands_on(stack, k, family, farskip)
         has_shared = (
             family.block_shared
             and getattr(block, family.block_shared, None) is not None
@@ -199,11 +210,10 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
             family.shared_average
             and getattr(block, family.shared_average, None) == "average"
         )
-        outdated = k in mlp if isinstance(mlp, list) else mlp == "outdated"
         layer.__class__ = layer_class(layer.__class__)
         layer.farskip_plan = LayerPlan(
             family=family,
-            outdated=outdated,
+            outdated=_is_outdated(k, mlp),
             carry=carry,
             block_shared=block_shared,
             layer_shared=bool(

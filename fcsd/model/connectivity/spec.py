@@ -112,7 +112,7 @@ class Connectivity:
         """Return the `farskip` field of a model to convert.
 
         layout: of the family; in a parallel one the MLP reads o_{k-1} in regular layers
-        too.
+        too, and in one of blocks two neighbours must be selected.
 
         Raises:
             UserError: as `field`; all layers would compute the same as regular ones.
@@ -120,16 +120,23 @@ class Connectivity:
         field = self.field(moe_mask)
         layers = field["layers"]
         # With the regular MLP input only these layers differ from regular ones.
+        blocks = layout == "blocks"
         behind = self.attention == "partial" and any(
-            moe_mask[k] and k + 1 in layers for k in layers
+            moe_mask[k] and k + 1 in layers and not (blocks and moe_mask[k + 1])
+            for k in layers
         )
         # attention: full of a parallel family is refused by name where the layers are
         # looked at.
         regular_mlp = field["mlp"] == "full" or (
             layout == "parallel" and self.attention == "partial"
         )
+        if blocks and not any(
+            moe_mask[k] and k - 1 in layers for k in outdated_layers(field)
+        ):
+            regular_mlp = True
         if layers and not behind and regular_mlp:
-            alternative = "" if layout == "parallel" else " or mlp: outdated,"
+            more = layout != "parallel" and not blocks
+            alternative = " or mlp: outdated," if more else ""
             raise UserError(
                 f"connectivity: layers {layers}, attention: {self.attention}, mlp:"
                 f" {self.mlp} change nothing: attention reads another stream only in a"

@@ -285,6 +285,31 @@ ROWS: tuple[Family, ...] = (
         side_output="prev_topk_indices",
         moe_layers="mlp_layer_types",
     ),
+    Family(
+        model_type="nemotron_h",
+        config="NemotronHConfig",
+        decoder_layer="NemotronHBlock",
+        moe_block="NemotronHMoE",
+        folding=Folding(
+            reads=("fc1_latent_proj",),
+            writes=("fc2_latent_proj",),
+            latent="mixer.fc1_latent_proj",
+        ),
+        layout="blocks",
+        in_norm="norm",
+        mlp_norm=None,
+        attention="mixer",
+        moe="mixer",
+        mlp_block="NemotronHMLP",
+        block_shared="shared_experts",
+        moe_layers="layers_block_type",
+        overlap_refused=(
+            "each of its layers is one branch, and the runtime runs the exchanges of a"
+            " layer beside the attention of the same layer"
+        ),
+        # The state of its Mamba layers runs through the row.
+        packing="leaks",
+    ),
     _QWEN4,
     wrapper(_QWEN4, "qwen4_exp", "Qwen4Exp"),
     Family(

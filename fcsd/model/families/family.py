@@ -22,6 +22,7 @@ class Family:
         post_norm   x = N(o);  h = N(r(x) + A(x));   o' = r(h) + M(h)      a norm may be missing
         parallel    o' = o + A(N(o)) + M(N(o))
         streams     H = r(O) + w·A(N(O)); O' = r(H) + w·M(N(H))            hyper-connections
+        blocks      o' = o + B(N(o))                                       B is one of A, M
 
     In streams, O is several streams. N is a mix of them and a norm; w, a number for each
     stream, spreads the branch's output over them; r is O, or a mix of its streams. Mixes
@@ -34,7 +35,10 @@ class Family:
     previous layer: r(h) plus the shared output. The MLP's branch reads h without A:
     r(o), in post_norm N(r(x)); in parallel it reads that anyway. In streams, N and w of a
     branch are computed from what the branch reads, r from all of the streams that it
-    keeps: in flight are one vector and w.
+    keeps: in flight are one vector and w. In blocks, a layer reads another stream than o
+    only if it and the layer before it are both rewired: o without the routed output of
+    that layer, or, if B is an MoE block behind another branch, o without all of that
+    branch.
     """
 
     model_type: str
@@ -45,6 +49,9 @@ class Family:
     """
     moe_block: str
     """Class of the MoE block, or its base; a layer whose `moe` is no such block is dense."""
+    mlp_block: str | None = None
+    """Class of a dense MLP, if `moe` may also be attention or another mixer (layout
+    blocks)."""
     classes_of: str = ""
     """Beginning of the names of the classes, which are in `upstream`, if transformers
     gives a configuration of its own the models of another family."""
@@ -60,7 +67,9 @@ class Family:
     decoder_layer: str | tuple[str, ...] = ""
     """Class of a decoder layer, MoE or dense, or several if each kind of layer in a
     hybrid has its own; by default NAMEDecoderLayer."""
-    layout: Literal["pre_norm", "post_norm", "parallel", "streams"] = "pre_norm"
+    layout: Literal["pre_norm", "post_norm", "parallel", "streams", "blocks"] = (
+        "pre_norm"
+    )
     """Where the branches read the stream; the equations are above."""
     connections: tuple[str, str] | tuple[()] = ()
     """Attributes of the layer: hyper-connections before attention and before the MLP, if
@@ -288,6 +297,10 @@ MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "num_local_experts": (
         ("num_local_experts",),
         lambda config: [config.num_local_experts > 0] * config.num_hidden_layers,
+    ),
+    "layers_block_type": (
+        ("layers_block_type",),
+        lambda config: [kind == "moe" for kind in config.layers_block_type],
     ),
     "enable_moe_block": (
         ("enable_moe_block",),

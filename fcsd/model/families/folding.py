@@ -36,6 +36,9 @@ class Folding:
     """
     left_out: tuple[str, ...] = ()
     """Modules in a branch whose weights do neither, although their names say so."""
+    latent: str | None = None
+    """Projection into a space of the experts' own. In a model that has one, and no
+    identity there, the experts are left out."""
     unread: tuple[str, ...] = ()
     """Children of the layer with weights whose input is not the output of a norm."""
     other_uses: tuple[tuple[str, str], ...] = ()

@@ -41,10 +41,6 @@ REFUSED: dict[str, str] = {
         "its layers already add the MoE output one attention and one dense MLP later"
         " (shortcut-connected MoE), so its communication is overlapped by design"
     ),
-    "nemotron_h": (
-        "each of its layers is one mixer, attention or Mamba or MLP or experts, so no"
-        " layer has both attention and experts, as the equations require"
-    ),
     "nllb-moe": _ENCODER_DECODER,
     "openai_privacy_filter": (
         "it labels tokens with attention in both directions and is not a language model"

@@ -67,6 +67,8 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
         block = getattr(layer, family.moe)
         if is_one_of(block, family.moe_block):
             yield from _of_block(block, family)
+        elif family.mlp_block and not is_one_of(block, family.mlp_block):
+            yield from _whole_module("attention", block)
         yield from _whole_module("dense_mlp", block)
         yield from _whole_module(
             "shared_experts", getattr(layer, family.layer_shared or "", None)

@@ -76,6 +76,8 @@ def kept_inside(family: Family) -> str | None:
     """
     if family.layout == "streams":
         return "its layers mix several streams"
+    if family.layout == "blocks":
+        return "each of its layers is one branch"
     if family.layout != "pre_norm":
         norms_follow = family.layout == "post_norm"
         if norms_follow:

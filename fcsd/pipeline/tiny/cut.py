@@ -19,7 +19,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts)",
         2,
     ),
-    (r"(n_group|num_expert_group)", 2),
+    (r"(n_groups?|num_expert_group)", 2),
     (r"(topk_group|first_k_dense_replace|num_dense_layers|moe_layer_start_index)", 1),
     (
         r"(attn_layer_offset|decoder_sparse_step|moe_layer_interval|temporal_patch_size)",
@@ -28,7 +28,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"attn_layer_period", 4),
     (r".*(lora_rank|norm_rank|dt_rank)", 16),
     (r"mamba_d_head", 32),
-    (r"(.*d_state|d_rel)", 8),
+    (r"(.*d_state|ssm_state_size|d_rel)", 8),
     (r".*(key_value_heads|kv_n_heads|num_key_heads)", 2),
     (r".*(attention_heads|n_heads|num_heads|num_value_heads)(_per_layer)?", 4),
     (
@@ -94,6 +94,9 @@ def _cut(
     old = next(
         (fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None
     )
+    # The number of its layers is no field of Nemotron-H.
+    if old is None and isinstance(kinds := fields.get("layers_block_type"), list):
+        old = len(kinds)
     new = min(num_layers.get(id(fields), _TOWER_LAYERS), old or 0)
     chosen = _chosen(fields, old, new) if old else []
     # A common divisor preserves the sums and ratios of dimensions: parts with and

@@ -156,12 +156,16 @@ def _places(
     layer: nn.Module, modules: tuple[str, ...], folding: Folding, *, reads: bool
 ) -> tuple[Place, ...]:
     ends = (*READS, *folding.reads) if reads else (*WRITES, *folding.writes)
+    left_out = [*folding.left_out]
+    latent = dict(layer.named_modules()).get(folding.latent or "-")
+    if latent is not None and next(latent.parameters(), None) is not None:
+        left_out.append(f"{str(folding.latent).rpartition('.')[0]}.experts")
     weight_axes = []
     for name, parameter in layer.named_parameters():
         weight = name.removesuffix(".weight").removesuffix(".bias")
         if (
             any(_within(name, module) for module in modules)
-            and not any(_within(name, module) for module in folding.left_out)
+            and not any(_within(name, module) for module in left_out)
             and any(f".{weight}".endswith(f".{end}") for end in ends)
             # A bias is added to a branch's output, but multiplies no input.
             and (parameter.ndim > 1 or not reads)

@@ -54,6 +54,13 @@ def field(layers, attention="partial", mlp="outdated"):
         ("kolibri1", {"norm_topk_prob": False}),
         ("flex_olmo", {"norm_topk_prob": True}),
         ("minimax", {"layer_types": ["linear_attention"] * 4}),
+        (
+            "nemotron_h",
+            {
+                "layers_block_type": ["moe", "mlp", "moe", "moe"],
+                "moe_latent_size": None,
+            },
+        ),
     ],
 )  # fmt: skip
 def test_members_of_a_family_with_other_settings_compute_the_equations(name, overrides):
@@ -203,6 +210,11 @@ MUTANTS = {
         "attention_input, kwargs[side] = kwargs[side]",
         "_, kwargs[side] = kwargs[side]",
         ("glm_moe_dsa",),
+    ),
+    "blocks: a branch leaves the stream before the one before it": (
+        "rest = self.o if self.family.layout == 'blocks' else",
+        "rest = self.a if self.family.layout == 'blocks' else",
+        ("nemotron_h",),
     ),
     "streams: attention reads all of them": (
         "return self.connect(0, self.a, self.o)",

@@ -46,7 +46,7 @@ RECURRENT = (
         "lara_mini",
     ),
     *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"),
-    "qwen4_exp_text",
+    *("nemotron_h", "qwen4_exp_text"),
 )
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]
@@ -427,7 +427,7 @@ MUTANTS = {
     "attention gets the full stream": (
         "self.a = o if attention_input is None else attention_input",
         "self.a = o",
-        ("qwen3_moe", "deepseek_v2", *HYBRIDS),
+        ("qwen3_moe", "deepseek_v2", "nemotron_h", *HYBRIDS),
     ),
     "the MLP side sees attention": (
         "if not self.plan.outdated:\n            return norm(h)",
@@ -444,6 +444,7 @@ MUTANTS = {
             "granitemoehybrid",
             "qwen3_next",
             "hunyuan_v1_moe",
+            "nemotron_h",
         ),
     ),
     "the residual multiplier is forgotten": (
@@ -462,13 +463,13 @@ MUTANTS = {
         ("llama4_text",),
     ),
     "a dense layer leaves its output in flight": (
-        "and is_one_of(block, family.moe_block)",
-        "",
+        "return is_moe and farskip['attention'] == 'partial'",
+        "return farskip['attention'] == 'partial'",
         ("deepseek_v2", "ernie4_5_moe", "lfm2_moe", "qwen3_next"),
     ),
     "a regular layer gets the partial stream": (
-        "and (k + 1 in selected)",
-        "and (k + 1 < len(stack))",
+        "carry = k + 1 in selected and",
+        "carry = k + 1 < len(stack) and",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
 }

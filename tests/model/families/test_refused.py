@@ -46,7 +46,6 @@ def test_a_refused_family_exists_upstream_and_is_not_supported(name):
         ("inkling2_loop", ["block_states", "attention_input(block_states"]),
         ("longcat_flash", ["shortcut_mlp_output", "self.input_layernorm[1]"]),
         ("zaya", ["prev_router_hidden_states"]),
-        ("nemotron_h", ["self.mixer("]),
         ("doge", ["down_embed = nn.Embedding"]),
         ("bamba", ["num_experts = 1"]),
         ("diffusion_gemma", ["ForBlockDiffusion"]),

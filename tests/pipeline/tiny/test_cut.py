@@ -41,6 +41,12 @@ _QWEN4 = {
     },
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "layers_block_type": [
+            *(["linear_attention", "moe"] * 2 + ["full_attention", "moe"]) * 2,
+            *("linear_attention", "moe"),
+        ]
+    },
     "qwen4_exp_text": _QWEN4,
     "qwen4_exp": {"text_config": _QWEN4},
     "deepseek_v2": {"n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 1},

@@ -201,6 +201,21 @@ TINY["hy_v4"] = {
     "hc_magnitude": 1.7,
     "swiglu_limit": 1.5,
 }
+TINY["nemotron_h"] = {
+    **ROUTED_EXPERTS,
+    **GROUPS,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "head_dim": 8,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 16,
+    "routed_scaling_factor": 1.5,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
+    "tie_word_embeddings": False,
+}
 TINY["qwen4_exp_text"] = {
     **EXPERTS,
     "shared_expert_intermediate_size": 32,

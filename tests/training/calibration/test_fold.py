@@ -60,7 +60,14 @@ TOGETHER = {
     "afmoe", "kolibri1", "axk1", "inkling_text", "inkling_mm_model", "flex_olmo", "beam", "gemma4_text", "gemma4",
 }  # fmt: skip
 TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe"}
-TOGETHER |= {"deepseek_v4", "hy_v4", "glm5_next", "qwen4_exp_text", "qwen4_exp"}
+TOGETHER |= {
+    "nemotron_h",
+    "deepseek_v4",
+    "hy_v4",
+    "glm5_next",
+    "qwen4_exp_text",
+    "qwen4_exp",
+}
 
 
 def batch(rows: int = 2) -> Batch:
@@ -206,7 +213,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(
         plain_error = (folded["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
         layer.load_state_dict(before)
-        assert len(roles.sides) >= 2
+        assert len(roles.sides) >= (1 if family.layout == "blocks" else 2)
         unfoldable |= set(roles.rest)
         one_by_one = one_by_one or check_experts(steps, index, stream, roles, near)
     assert unfoldable == LEFT.get(model_type, set())
@@ -226,6 +233,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(
         ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
         ("granitemoeshared", {"shared_intermediate_size": 0}),
         ("jetmoe", {}),
+        ("nemotron_h", {"moe_latent_size": None}),
         ("jamba", {"expert_layer_period": 2, "expert_layer_offset": 1}),
         ("minimax", {}),
         ("mistral_large4", {}),
