@@ -26,6 +26,7 @@ IMAGES: dict[str, tuple[int | None, int]] = {
     "deepseek_ocr2": (None, 145),
     "unlimited_ocr": (None, 7),
     "qwen4_exp": (_VIDEO_PATCH, 4),
+    "hy_v4_vl": (3 * 4 * 4, 6),
     "glm5_next": (_VIDEO_PATCH, 4),
     "qwen3_vl_moe": (_VIDEO_PATCH, 4),
     "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
@@ -71,6 +72,14 @@ def image_inputs(
         if model_type == "mistral_large4":  # takes images of several sizes in one batch
             images["image_sizes"] = torch.tensor([[size, size]] * 2)
         return images
+    if model_type == "hy_v4_vl":  # a token ends each of the two rows of an image
+        width = num_image_tokens - 2
+        return {
+            "input_ids": input_ids,
+            "pixel_values": torch.randn(8 * width, patch_size, generator=generator),
+            "image_grid_thw": torch.tensor([[1, 4, width]] * 2),
+            "mm_token_type_ids": (input_ids == IMAGE).int(),
+        }
     # one token per patch: frames, height, width, channels
     if model_type == "inkling_mm_model":
         patches = torch.randn(2 * num_image_tokens, 2, 4, 4, 3, generator=generator)

@@ -334,6 +334,7 @@ WRAPPERS: dict[
     str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]
 ] = {
     "glm5_next": _glm5_next,
+    "hy_v4_vl": _hy_v4,
     "qwen4_exp": _qwen4_exp,
 }
 """The same for multimodal wrappers."""
@@ -341,6 +342,7 @@ WRAPPERS: dict[
 HEADS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
     "deepseek_v4": _weighted_head,
     "hy_v4": _weighted_head,
+    "hy_v4_vl": _weighted_head,
     "qwen4_exp_text": _gated_head,
     "qwen4_exp": _gated_head,
     "glm5_next": _mean_head,

@@ -24,10 +24,25 @@ families here:
   of the MLP's experts, with their bias, is in flight.
 """
 
+from dataclasses import replace
+
 from fcsd.model.families.family import Family, wrapper
 from fcsd.model.families.folding import INDEXER, Folding
 
 _NORMED = Folding(closed=("self_attn", "mlp"))
+
+_HY4 = Family(
+    model_type="hy_v4",
+    folding=Folding(reads=INDEXER),
+    config="HYV4Config",
+    moe_block="HYV4MoE",
+    layout="streams",
+    connections=("attn_hc", "ffn_hc"),
+    connection_returns=("write", "read"),
+    block_shared="shared_experts",
+    side_output="prev_topk_indices",
+    moe_layers="mlp_layer_types",
+)
 
 _QWEN4 = Family(
     model_type="qwen4_exp_text",
@@ -273,17 +288,15 @@ ROWS: tuple[Family, ...] = (
         packing="leaks",
         padding="counts",
     ),
-    Family(
-        model_type="hy_v4",
-        folding=Folding(reads=INDEXER),
-        config="HYV4Config",
-        moe_block="HYV4MoE",
-        layout="streams",
-        connections=("attn_hc", "ffn_hc"),
-        connection_returns=("write", "read"),
-        block_shared="shared_experts",
-        side_output="prev_topk_indices",
-        moe_layers="mlp_layer_types",
+    _HY4,
+    replace(
+        wrapper(_HY4, "hy_v4_vl", "HYV4VL", base_model="HYV4VLModel"),
+        decoder_layer="HYV4VLDecoderLayer",
+        moe_block="HYV4VLMoE",
+        upstream="models/hy_v4_vl/modeling_hy_v4_vl.py",
+        # Its masks are made without the positions of a row's examples.
+        packing="leaks",
+        since="5.24",
     ),
     Family(
         model_type="nemotron_h",

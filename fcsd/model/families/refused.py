@@ -2,10 +2,6 @@
 error messages.
 """
 
-_HYPER = (
-    "its layers mix several residual streams (hyper-connections), so there is no single"
-    " stream from which a routed output could be missing"
-)
 _BLOCKS = (
     "each of its branches reads a learned mix of the streams of earlier blocks of"
     " layers, so what is in flight would reach every layer after it"
@@ -31,8 +27,6 @@ REFUSED: dict[str, str] = {
         "its experts are rows of an embedding that each token looks up by product keys:"
         " there is no expert network to send tokens to and no communication to overlap"
     ),
-    "hy_v4_vl": _HYPER,
-    "hy_v4_vl_text": _HYPER,
     "inkling2": _BLOCKS,
     "inkling2_loop": _BLOCKS,
     "inkling2_loop_text": _BLOCKS,

@@ -296,7 +296,9 @@ def test_configs_are_shared_inside_a_wrapper_and_with_no_other_model(name):
     )
     assert text._attn_implementation == "eager"
     assert error(logits(student, inputs), expected) < BOUND
-    assert config.get_text_config()._attn_implementation != "eager"
+    # The text stack of HY 4 has no other one.
+    before = config.get_text_config()._attn_implementation
+    assert before != "eager" or name == "hy_v4_vl"
 
 
 def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):

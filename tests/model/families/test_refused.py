@@ -13,7 +13,7 @@ from fcsd.model.families import FAMILIES, REFUSED, family_of
 from tests.reference.tiny import tiny_config
 from tests.support import user_error
 
-NEWER = {"hy_v4_vl", "hy_v4_vl_text", "inkling2_loop", "inkling2_loop_text"}
+NEWER = {"inkling2_loop", "inkling2_loop_text"}
 """Families that came with transformers 5.24."""
 
 
@@ -41,7 +41,6 @@ def test_a_refused_family_exists_upstream_and_is_not_supported(name):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("hy_v4_vl", ["hyper connection", "attn_hc"]),
         ("inkling2", ["block_states"]),
         ("inkling2_loop", ["block_states", "attention_input(block_states"]),
         ("longcat_flash", ["shortcut_mlp_output", "self.input_layernorm[1]"]),

@@ -201,6 +201,26 @@ TINY["hy_v4"] = {
     "hc_magnitude": 1.7,
     "swiglu_limit": 1.5,
 }
+TINY["hy_v4_vl"] = {
+    "text_config": {
+        **TINY["hy_v4"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "vision_config": {
+        **TOWER,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+        "spatial_merge_size": 2,
+        "max_image_size": 32,
+    },
+    "image_token_id": 99,
+    "video_token_id": 100,
+}
 TINY["nemotron_h"] = {
     **ROUTED_EXPERTS,
     **GROUPS,
