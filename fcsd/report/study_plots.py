@@ -267,7 +267,7 @@ def plot_worth(
             axis.plot(
                 [row["speed_up"] for row in steps],
                 [row["loss"] for row in steps],
-                label=f"halves by time saved per loss, {weights} (sums)",
+                label=f"halves by time saved per loss, {weights} (predicted)",
                 color="C0",
                 linestyle=line,
                 marker="x",

@@ -3,15 +3,18 @@ against quality.
 
     half     the MLP side (MoE block) of one layer ahead, or attention ahead: of one layer
              where the study measured that, else of all layers or with its layer
-    price    the loss that the half adds alone, measured by a layer study
+    price    the loss that it adds to the halves chosen before it: what it costs alone,
+             measured by a layer study, and, of two MLP sides, what they cost together
+             beside that (`fcsd.planning.layers.pairs`)
     worth    the planned seconds that it saves beside the halves chosen before it
 
-Worth depends on what is chosen: an exchange that is hidden already saves nothing, and
-one half may take the window of another. So halves are added one after another, the
-largest worth per price first (greedy), as long as they save time.
+Both depend on what is chosen: an exchange that is hidden already saves nothing, one half
+may take the window of another, and damages add up or cancel. So halves are added one
+after another, the largest worth per price first (greedy), as long as they save time.
 
-A sum of prices is not the loss of the selection (`fcsd.planning.layers.proposal`).
-Losses that the study measured stand beside the sums.
+Where a study has no pairs, as for the score of a task, prices are those of halves
+alone, and their sum is not the loss of the selection (`fcsd.planning.layers.proposal`).
+Losses that the study measured stand beside those that prices predict.
 
 Not covered: the quality after distillation.
 """
@@ -20,7 +23,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
@@ -42,7 +45,7 @@ from fcsd.planning.layers.points import (
     selecting_option,
     study_connectivity,
 )
-from fcsd.planning.layers.settings import attention_ahead
+from fcsd.planning.layers.settings import KL, attention_ahead
 
 Seconds = Callable[[Connectivity], float]
 """Returns the planned seconds of a step with a connectivity."""
@@ -68,20 +71,27 @@ class Half:
 
 Halves = frozenset[Half]
 
+Pairs = Mapping[int, Mapping[int, float]]
+"""What the MLP sides of two layers cost together beside the price of each alone; {}
+where a study has none.
+"""
+
 
 @dataclass(frozen=True)
 class Prices:
-    """What each half costs alone in a metric of a study.
+    """What halves cost in a metric of a study.
 
-    mlp: of the MLP side of each layer, or of the whole layer (`whole`). attention: of
-    each layer, where the study measured that. everywhere: of attention in all layers,
-    where it is part of all that the study measured.
+    mlp: of the MLP side of each layer alone, or of the whole layer (`whole`). attention:
+    of each layer, where the study measured that. everywhere: of attention in all layers,
+    where it is part of all that the study measured. pairs: of MLP sides; {} where the
+    study has none of the metric.
     """
 
     mlp: Mapping[int, float]
     attention: Mapping[int, float]
     everywhere: float | None
     whole: bool
+    pairs: Pairs
 
     @classmethod
     def of(cls, study: dict[str, Any], metric: str, calibrated: bool) -> "Prices":
@@ -96,7 +106,8 @@ class Prices:
         whole = (
             not selected and not attention and study["study"]["attention"] == "partial"
         )
-        return cls(mlp, attention, base if selected else None, whole)
+        pairs = pairs_of(study, calibrated) if metric == KL else {}
+        return cls(mlp, attention, base if selected else None, whole, pairs)
 
     def halves(self) -> list[Half]:
         """Return the halves that can be chosen one by one."""
@@ -107,12 +118,27 @@ class Prices:
         return attention + [Half(side, layer) for layer in self.mlp]
 
     def total(self, spec: Connectivity, mask: Sequence[bool]) -> float:
-        """Return the sum of the prices of all halves that are ahead."""
-        cost = sum(self.mlp.get(k, 0.0) for k in spec.outdated_layers(mask))
+        """Return the loss that prices and pairs of all halves ahead predict."""
+        outdated = spec.outdated_layers(mask)
+        cost = sum(self.mlp.get(k, 0.0) for k in outdated)
+        if self.pairs:
+            cost += sum(self.pairs[i][j] for i, j in combinations(outdated, 2))
         ahead = attention_carried(spec, mask)
         if self.attention:
             return cost + sum(self.attention[k] for k in ahead)
         return cost + (self.everywhere or 0.0) * bool(ahead)
+
+
+def pairs_of(study: dict[str, Any], calibrated: bool) -> Pairs:
+    """Return the pairs of a study, which are those of its KL."""
+    if "pairs" not in study:
+        return {}
+    rows = study["pairs"]["calibrated" if calibrated else "values"]
+    pairs: dict[int, dict[int, float]] = {layer: {} for layer in range(len(rows))}
+    for layer, row in enumerate(rows):
+        for other, moment in enumerate(row):
+            pairs[layer][other] = pairs[other][layer] = moment
+    return pairs
 
 
 def halves_connectivity(study: dict[str, Any], halves: Halves) -> Connectivity:
@@ -147,37 +173,38 @@ def greedy(
     layer comes first (paper Fig. 3). Where only several halves together save time, as
     in a pipeline whose stages take equally long, the cheapest of those come at once.
 
-    seconds, loss: planned seconds and the sum of prices of a set of halves. What a half
-    saves and costs beside those chosen is computed again only where the last value,
-    taken for an upper bound, would be the best, and near an added layer.
+    seconds, loss: planned seconds and the predicted loss of a set of halves. What a half
+    saves beside those chosen is planned again only where the last value, taken for an
+    upper bound, would be the best, and near an added layer.
     """
     chosen: Halves = frozenset()
-    left, known = list(halves), dict[Half, tuple[float, float]]()
+    left, worth = list(halves), dict[Half, float]()
     while left:
         now, lost, fresh = seconds(chosen), loss(chosen), set[Half]()
+        price = {half: round(loss(chosen | {half}) - lost, 12) for half in left}
         while True:
             for half in left:
-                if half not in known:
+                if half not in worth:
                     # In whole units of the precision, equal halves are equal.
-                    unit, more = PRECISION * now, chosen | {half}
-                    saved = round((now - seconds(more)) / unit) * unit
-                    known[half] = (saved, round(loss(more) - lost, 12))
+                    unit = PRECISION * now
+                    saved = now - seconds(chosen | {half})
+                    worth[half] = round(saved / unit) * unit
                     fresh.add(half)
-            best = max(left, key=lambda half: _rank(half, *known[half]))
+            best = max(left, key=lambda half: _rank(half, worth[half], price[half]))
             if best in fresh:
                 break
-            for half in [best] if known[best][0] > 0 else left:
-                del known[half]
+            for half in [best] if worth[best] > 0 else left:
+                del worth[half]
         added: tuple[Half, ...] = (best,)
-        if known[best][0] <= 0:
-            cheapest = sorted(left, key=lambda half: known[half][1])
+        if worth[best] <= 0:
+            cheapest = sorted(left, key=lambda half: price[half])
             added = _halves_that_save_together(cheapest, chosen, seconds)
         if not added:
             return
         yield added
         chosen |= set(added)
         left = [half for half in left if half not in added]
-        known = {half: known[half] for half in left if not _are_near(half, added)}
+        worth = {half: worth[half] for half in left if not _are_near(half, added)}
 
 
 def _rank(
@@ -190,8 +217,8 @@ def _rank(
 
 
 def _are_near(half: Half, added: Sequence[Half]) -> bool:
-    """Tell whether an added half may change what another one is worth or costs: their
-    layers are next to each other or have one layer between them.
+    """Tell whether an added half may change what another one is worth: their layers are
+    next to each other or have one layer between them.
     """
     return any(
         half.layer is None or other.layer is None or abs(half.layer - other.layer) <= 2
@@ -231,8 +258,9 @@ def front(
     the first two kinds. A row has its
     connectivity, planned `step_s`, `saved_s` and `speed_up`, and its loss in every
     metric of the study (`losses`) with its standard error: where `measured` is false,
-    the last measured one of the steps before it plus the prices added since. `front`:
-    no other row is as fast at less loss in `metric`.
+    the last measured one of the steps before it plus the prices added since, with those
+    of pairs where `pairs` is true. `front`: no other row is as fast at less loss in
+    `metric`.
     """
     mask, names = moe_mask(study), [row["name"] for row in study["metrics"]]
     points = _points(study, mask)
@@ -258,7 +286,7 @@ def front(
         spec = halves_connectivity(study, halves)
         return seconds(spec) if changes(study, spec) else regular_s
 
-    def sum_of(halves: Halves, name: str) -> float:
+    def predicted(halves: Halves, name: str) -> float:
         return prices[name].total(halves_connectivity(study, halves), mask)
 
     def measured(point: dict[str, Any]) -> dict[str, Any]:
@@ -272,13 +300,14 @@ def front(
     ) -> Iterator[tuple[str, Connectivity, dict[str, Any]]]:
         """Yield the steps of `greedy`: what is added, all that is ahead, its losses."""
         chosen, losses = Halves(), nothing
-        loss_of = partial(sum_of, name=metric)
+        loss_of = partial(predicted, name=metric)
         for added in greedy(halves, seconds_of, loss_of):
-            sums_before = {name: sum_of(chosen, name) for name in names}
+            before = {name: predicted(chosen, name) for name in names}
             chosen |= set(added)
             spec = halves_connectivity(study, chosen)
             losses = {
-                name: _loss(loss["value"] + sum_of(chosen, name) - sums_before[name])
+                name: _loss(loss["value"] + predicted(chosen, name) - before[name])
+                | {"pairs": bool(prices[name].pairs)}
                 for name, loss in losses.items()
             }
             if (key := _model_key(spec, mask)) in points:
@@ -523,9 +552,11 @@ def _front_tables(facts: Mapping[str, Any]) -> list[str]:
 
 
 def loss_cell(loss: Mapping[str, Any]) -> str:
-    """Format a loss; one that is a sum of prices begins with `sum`."""
+    """Format a loss; one that was not measured begins with what predicts it: a `sum` of
+    prices, or prices with those of `pairs`.
+    """
     if not loss["measured"]:
-        return f"sum {nats(loss['value'])}"
+        return f"{'pairs' if loss['pairs'] else 'sum'} {nats(loss['value'])}"
     return "0" if loss["value"] == loss["stderr"] == 0 else number_text({**loss})
 
 

@@ -1,9 +1,11 @@
 """Propose the layers to rewire for a given share, from a finished layer study.
 
-    proposal   the N layers that cost least when each is rewired alone (greedy; of equals the later one)
+    proposal   N layers, chosen one after another: the one that adds least, by its cost alone
+               and, where the study has them, by its pairs with those chosen before it
+               (`fcsd.planning.layers.pairs`); of equals the later one
     last N     the paper's choice for partial conversion (Table 2), to compare with
 
-A sum of sensitivities is not the quality of the selection. A single rewired layer reads
+What prices predict is not the quality of the selection. A single rewired layer reads
 nothing in flight: only its MoE input is outdated. In a run of selected layers, every
 one but the first also reads its attention input without the preceding routed output,
 and an error of one layer changes the input of the next. Only `verify` measures a
@@ -17,6 +19,7 @@ Not covered: the quality after distillation.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from fcsd.model.connectivity.spec import Connectivity, resolve_layers, selection
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import special_layers, special_text
-from fcsd.planning.layers.front import section_text
+from fcsd.planning.layers.front import Pairs, pairs_of, section_text
 from fcsd.planning.layers.points import (
     base_loss,
     connectivity_overlap,
@@ -84,14 +87,15 @@ def plan_layers(
     metric = deciding_metric(study)
     chosen = metric["name"]
     check_calibrated(folder, study, calibrated)
-    # The greedy proposal ranks layers by their cost alone, so it needs the single
+    # The greedy proposal begins with the layers' cost alone, so it needs the single
     # points.
     alone = single_points(folder, study)
     losses = [
         point_loss(study, alone[layer], chosen, calibrated)
         for layer in range(num_layers)
     ]
-    proposal = least_sensitive([value for value, _ in losses], count)
+    pairs = pairs_of(study, calibrated) if chosen == KL else {}
+    proposal = least_costly([value for value, _ in losses], count, pairs)
     base, base_error = base_loss(study, chosen, calibrated)
     selecting = selecting_option(study)
     sides = {name: study["study"][name] for name in ("attention", "mlp")}
@@ -100,6 +104,7 @@ def plan_layers(
         "study": str(folder),
         "metric": metric,
         "calibrated": calibrated,
+        "pairs": bool(pairs),
         "budget": budget,
         "num_layers": count,
         "num_hidden_layers": num_layers,
@@ -120,7 +125,10 @@ def plan_layers(
     }
     # What each layer adds: attention alone is part of every point of such a study.
     added = [value - base for value, _ in losses]
-    result["selections"] = list(_selections(study, result, added, base))
+    result["selections"] = [
+        row | {"predicted": base + _predicted(row["layers"], added, pairs)}
+        for row in _selections(study, result)
+    ]
     # The paired difference needs both selections measured again: the study keeps means,
     # not the values of single rows and items.
     result["difference"] = None
@@ -162,27 +170,30 @@ def single_points(folder: Path, study: dict[str, Any]) -> dict[int, dict[str, An
     return alone
 
 
+def _predicted(layers: Sequence[int], added: Sequence[float], pairs: Pairs) -> float:
+    """Return what prices and pairs predict that layers add together."""
+    total = sum(added[layer] for layer in layers)
+    if pairs:
+        total += sum(pairs[i][j] for i, j in combinations(layers, 2))
+    return total
+
+
 def _selections(
-    study: dict[str, Any], result: dict[str, Any], added: Sequence[float], base: float
+    study: dict[str, Any], result: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each selection to compare: its exchanges, and its measured value
-    if the study has that selection. added: what each layer adds to `base`.
+    if the study has that selection.
     """
     count, special = result["num_layers"], result["special_layers"]
     metric = result["metric"]["name"]
-    last = resolve_layers({"last": count}, [True] * len(added))
+    last = resolve_layers({"last": count}, [True] * study["num_hidden_layers"])
     compared = {"proposal": result["layers"], f"last {count}": last}
     # The proposal may contain a special layer; leaving those out is the alternative to
     # show beside it.
     if special is not None and not {*special["layers"]}.isdisjoint(result["layers"]):
         compared[special["without"]["name"]] = special["without"]["layers"]
     for name, layers in compared.items():
-        total = base + sum(added[layer] for layer in layers)
-        row = {
-            "name": name,
-            "sum_of_sensitivities": total,
-            "layers": layers,
-        } | selection_facts(study, layers)
+        row = {"name": name, "layers": layers} | selection_facts(study, layers)
         # The study measured this selection only if one of its points has these very
         # layers.
         same = (point for point in study["points"] if point["layers"] == layers)
@@ -205,14 +216,22 @@ def parse_budget(text: str, num_layers: int) -> int:
         ) from None
 
 
-def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
-    """Return the indices of the `count` layers with the smallest sensitivity; of equal
-    layers the later one comes first (paper Fig. 3).
+def least_costly(losses: Sequence[float], count: int, pairs: Pairs) -> list[int]:
+    """Return the indices of `count` layers, chosen one after another: the smallest loss
+    alone and in pairs with those chosen before it; of equal layers the later one comes
+    first (paper Fig. 3).
+
+    losses: of each layer alone. pairs: {}: none.
     """
-    ranked = sorted(
-        range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer)
-    )
-    return sorted(ranked[:count])
+    price = dict(enumerate(losses))
+    chosen: list[int] = []
+    for _ in range(count):
+        best = min(price, key=lambda layer: (price[layer], -layer))
+        chosen.append(best)
+        del price[best]
+        for layer in price:
+            price[layer] += pairs[best][layer] if pairs else 0.0
+    return sorted(chosen)
 
 
 def layers_within(folder: Path, max_loss: float) -> dict[str, Any]:
@@ -356,7 +375,7 @@ def measure_selections(
     # Calibration text is not needed for copied weights; without it none is loaded.
     if not calibrated:
         spec = spec.model_copy(update={"calibrated": None})
-    with measuring(spec, source, launch) as measure:
+    with measuring(spec, source, launch) as (measure, _):
         return [measure(selection, calibrated) for selection in selections]
 
 
@@ -396,7 +415,7 @@ def plan_text(proposal: dict[str, Any]) -> str:
         [
             row["name"],
             row["selection"],
-            nats(row["sum_of_sensitivities"]),
+            nats(row["predicted"]),
             number_text(row["measured"]) if row["measured"] else "-",
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
@@ -409,6 +428,8 @@ def plan_text(proposal: dict[str, Any]) -> str:
     if base is not None:
         alone = f"{unit} with attention in all layers"
         total = f"{unit} of attention, and what each adds"
+    if proposal["pairs"]:
+        total = f"{unit} predicted from pairs"
     header = [
         "selection",
         "layers",

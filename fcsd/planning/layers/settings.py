@@ -205,3 +205,11 @@ def attention_layers(study: Study, moe_mask: Sequence[bool]) -> list[int]:
 def attention_ahead(layer: int) -> Connectivity:
     """Return the connectivity in which only the attention of one layer is ahead."""
     return Connectivity([layer - 1, layer], "partial", "full")
+
+
+def has_pairs(study: Study) -> bool:
+    """Tell whether a study measures pairs of layers: it has the KL, and each layer alone
+    in one state of attention.
+    """
+    fixed = study.mlp == "selected" or study.attention == "full"
+    return study.text is not None and "single" in study.sides and fixed

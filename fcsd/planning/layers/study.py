@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fcsd.base.artifact import Stage, check_outputs
 from fcsd.base.errors import UserError
@@ -59,12 +59,18 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.planning.layers.first import special_layers
+from fcsd.planning.layers.pairs import (
+    HiddenStates,
+    pair_rows,
+    second_moments,
+)
 from fcsd.planning.layers.points import deciding_metric
 from fcsd.planning.layers.settings import (
     KL,
     Study,
     attention_ahead,
     attention_layers,
+    has_pairs,
     metrics,
     selections,
     suite_of,
@@ -95,10 +101,20 @@ class Measured:
     items: dict[str, list[Any]]
 
 
-Measure = Callable[[Connectivity | None, bool], Measured]
-"""Rewires the model in place and measures it; None: the original. True: with calibrated
-weights, not with copied ones.
-"""
+class Measure(Protocol):
+    """Rewires the model in place and measures it; None: the original."""
+
+    def __call__(
+        self,
+        spec: Connectivity | None,
+        calibrated: bool,
+        hidden: list[Tensor] | None = None,
+    ) -> Measured:
+        """Measure calibrated or copied weights. hidden: as of `kl_by_row`."""
+
+
+Moments = Callable[[Sequence[Path]], Tensor]
+"""Computes `second_moments` of the models whose hidden states are in these files."""
 
 
 def _second_view(model: Any) -> Any:
@@ -194,74 +210,141 @@ def study_layers(
     path = folder / "layers.json"
     # Only the first rank reads the points of a killed study, because all ranks must
     # skip the same ones.
-    done, attention_done = ranks.from_first(
-        lambda: _points_so_far(path, stage.identity) if path.is_file() else ([], [])
+    begun = ranks.from_first(
+        lambda: _begun_study(path, stage.identity) if path.is_file() else {}
     )
-    ahead = attention_layers(study, mask)[len(attention_done) :]
-    with measuring(study, model, launch) as measure:
-        weights = (
-            ["values", "calibrated"] if study.calibrated is not None else ["values"]
-        )
-        measured_by_selection = {
-            _selection_key(point["side"], point["layers"]): {
-                key: point[key] for key in weights
-            }
-            for point in done
-        }
-        result = _without_points(study, model, mask)
-        if "attention" in study.sides:
-            result["attention"] = attention_done
+    result = _without_points(study, model, mask)
+    if "attention" in study.sides:
+        result["attention"] = begun.get("attention", [])
+    kept = HiddenStates(folder / "hidden", ranks) if has_pairs(study) else None
+    if "pairs" in begun:
+        result["pairs"], kept = begun["pairs"], None
+
+    def write() -> None:
+        if ranks.first:
+            write_sealed(path, result, stage.identity)
+
+    with measuring(study, model, launch) as (measure, moments):
+        points_done = begun.get("points", [])
+        progress = _Progress(study, measure, kept, result, points_done, write)
+        ahead = attention_layers(study, mask)[len(result.get("attention", [])) :]
         # Zero rewired layers have no KL, but tasks have a score.
         targets = [("none", []), *points] if study.tasks else points
         # The same layers may be a point of several sides, and are measured once.
         keys = {_selection_key(*point) for point in targets}
-        num_new = len(keys - measured_by_selection.keys()) + len(ahead)
+        num_new = len(keys - progress.measured.keys()) + len(ahead)
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
         ) as bar:
-
-            def measured(spec: Connectivity | None, name: str) -> dict[str, Any]:
-                bar.set_postfix_str(name)
-                values = {
-                    weights_kind: measure(spec, weights_kind == "calibrated").values
-                    for weights_kind in weights
-                }
-                bar.update()
-                return values
-
-            def add(side_name: str, layers: Sequence[int], index: int) -> None:
-                key = _selection_key(side_name, layers)
-                if key not in measured_by_selection:
-                    measured_by_selection[key] = measured(
-                        None if key is None else study.connectivity(key),
-                        f"{side_name} {layers[0] if side_name == 'single' else len(layers)}",
-                    )
-                # Ranks keep equal results, which the search for special layers below
-                # reads; only the first writes.
-                point = {
-                    "side": side_name,
-                    "num_layers": len(layers),
-                    "layers": list(layers),
-                    **measured_by_selection[key],
-                }
-                result["points"].insert(index, point)
-                if len(result["points"]) > len(done) and ranks.first:
-                    write_sealed(path, result, stage.identity)
-
+            progress.bar = bar
             for index, (side_name, layers) in enumerate(targets):
-                add(side_name, layers, index)
+                progress.add(side_name, layers, index)
             if (remaining := _all_but_special(study, result)) is not None:
                 bar.total += 1
-                add(*remaining)
+                progress.add(*remaining)
             for layer in ahead:
-                values = measured(attention_ahead(layer), f"attention {layer}")
-                result["attention"].append({"layer": layer, **values})
-                if ranks.first:
-                    write_sealed(path, result, stage.identity)
+                progress.add_attention(layer)
+        if kept is not None:
+            singles = [[layer] for layer in range(len(mask))]
+            with_base = study.mlp == "selected"
+            measured = [[], *singles] if with_base else singles
+            result["pairs"] = {}
+            for weights in progress.weights:
+                files = [kept.path(layers, weights) for layers in measured]
+                rows = pair_rows(moments(files), with_base=with_base)
+                result["pairs"][weights] = rows
+            write()
+    HiddenStates(folder / "hidden", ranks).remove()
     if ranks.first:
         draw(result, folder / "layers.png")
     finish_stage(stage, launch, {})
     return stage
+
+
+class _Progress:
+    """The points of a study: those of a killed one, and those measured since.
+
+    kept: of what pairs are made of, the hidden states are kept there, too. result: the
+    contents of `layers.json`, which grow. done: points that were measured before. write:
+    writes the result.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        measure: Measure,
+        kept: HiddenStates | None,
+        result: dict[str, Any],
+        done: Sequence[Mapping[str, Any]],
+        write: Callable[[], None],
+    ) -> None:
+        self.study, self.measure, self.kept = study, measure, kept
+        self.result, self.write = result, write
+        self.num_done = len(done)
+        self.bar: Any = None
+        self.weights = ["values"]
+        if study.calibrated is not None:
+            self.weights.append("calibrated")
+        keys = [_selection_key(point["side"], point["layers"]) for point in done]
+        # Points whose hidden states are lost are measured again.
+        self.measured = {
+            key: {kind: point[kind] for kind in self.weights}
+            for key, point in zip(keys, done, strict=True)
+            if kept is None
+            or key is None
+            or not self._is_kept(key)
+            or kept.has(key, self.weights)
+        }
+
+    def _is_kept(self, key: tuple[int, ...] | None) -> bool:
+        """Tell whether the hidden states of a selection are kept: those of no or of one
+        MLP side.
+        """
+        return self.kept is not None and key is not None and len(key) <= 1
+
+    def _values(
+        self, spec: Connectivity | None, shown: str, key: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
+        """Measure a connectivity with each kind of weights. key: of the selection, None
+        where it is none.
+        """
+        self.bar.set_postfix_str(shown)
+        values = {}
+        for weights in self.weights:
+            hidden: list[Tensor] | None = [] if self._is_kept(key) else None
+            calibrated = weights == "calibrated"
+            values[weights] = self.measure(spec, calibrated, hidden).values
+            if self.kept is not None and key is not None and hidden is not None:
+                self.kept.keep(key, weights, hidden)
+        self.bar.update()
+        return values
+
+    def add(self, side: str, layers: Sequence[int], index: int) -> None:
+        """Insert a point, which is measured unless its layers were."""
+        key = _selection_key(side, layers)
+        if key not in self.measured:
+            self.measured[key] = self._values(
+                None if key is None else self.study.connectivity(key),
+                f"{side} {layers[0] if side == 'single' else len(layers)}",
+                key,
+            )
+        # Ranks keep equal results, which the search for special layers reads; only the
+        # first writes.
+        point = {
+            "side": side,
+            "num_layers": len(layers),
+            "layers": list(layers),
+            **self.measured[key],
+        }
+        self.result["points"].insert(index, point)
+        if len(self.result["points"]) > self.num_done:
+            self.write()
+
+    def add_attention(self, layer: int) -> None:
+        """Measure attention ahead in one layer alone."""
+        values = self._values(attention_ahead(layer), f"attention {layer}")
+        self.result["attention"].append({"layer": layer, **values})
+        self.write()
 
 
 def _selection_key(side: str, layers: Sequence[int]) -> tuple[int, ...] | None:
@@ -373,9 +456,11 @@ def layer_mask(model: ModelFolder) -> list[bool]:
 
 
 @contextlib.contextmanager
-def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Measure]:
+def measuring(
+    study: Study, source: ModelFolder, launch: Launch
+) -> Iterator[tuple[Measure, Moments]]:
     """Load the model and the data; yield the function that rewires the model in place
-    and measures it.
+    and measures it, and the one that computes moments on the text.
     """
     ranks = launch.ranks
     suite = suite_of(study)
@@ -424,7 +509,11 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
         if rows is not None:
             original_outputs = read_original(model, rows, ranks=ranks, in_parts=True)
 
-        def measure(spec: Connectivity | None, calibrated: bool) -> Measured:
+        def measure(
+            spec: Connectivity | None,
+            calibrated: bool,
+            hidden: list[Tensor] | None = None,
+        ) -> Measured:
             if spec is None:
                 unconvert_model(model)
             else:
@@ -432,16 +521,20 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             # Rewiring alone leaves the original weights, copied, in the new
             # connectivity.
             if not calibrated:
-                return measure_current(spec)
+                return measure_current(spec, hidden)
             assert calibrations is not None
             with calibrations.folded():
-                return measure_current(spec)
+                return measure_current(spec, hidden)
 
-        def measure_current(spec: Connectivity | None) -> Measured:
+        def measure_current(
+            spec: Connectivity | None, hidden: list[Tensor] | None
+        ) -> Measured:
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
             if rows is not None and original_outputs is not None:
-                sums, counts = kl_by_row(original_outputs, model, rows, ranks=ranks)
+                sums, counts = kl_by_row(
+                    original_outputs, model, rows, ranks=ranks, hidden=hidden
+                )
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = _kl(items[KL])
                 if not math.isfinite(value := values[KL]["value"]):
@@ -456,7 +549,13 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                     items[task] = [sample["score"] for sample in samples[task]]
             return Measured(values, items)
 
-        yield measure
+        def moments(files: Sequence[Path]) -> Tensor:
+            assert original_outputs is not None
+            return second_moments(
+                original_outputs, files, device=launch.device, ranks=ranks
+            )
+
+        yield measure, moments
 
 
 def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
@@ -548,19 +647,17 @@ def read_study(folder: Path) -> dict[str, Any]:
     return study
 
 
-def _points_so_far(
-    path: Path, identity: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the points that a killed study has measured, and its layers of attention
-    alone; none if the file was changed since, or is that of another study.
+def _begun_study(path: Path, identity: str) -> dict[str, Any]:
+    """Return what a killed study has measured; nothing if the file was changed since,
+    or is that of another study.
     """
     study = _read_layers_file(path)
     try:
         check_seal(path, study, "fcsd measures its points again", identity)
     except UserError as error:
         print(f"layers: {error}", file=sys.stderr)
-        return [], []
-    return list(study["points"]), list(study.get("attention", []))
+        return {}
+    return study
 
 
 def _read_layers_file(path: Path) -> dict[str, Any]:

@@ -256,16 +256,23 @@ def kl_by_row(
     progress: bool = False,
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
+    hidden: list[Tensor] | None = None,
 ) -> tuple[list[float], list[int]]:
     """Return the sum of KL(original || model) in nats of each row, and its kept tokens;
     the same on all ranks.
+
+    hidden: gets the model's final hidden states (kept tokens, D) of each part of this
+    rank's share, in main memory.
     """
     device = input_device(model)
     heads = original.head.to(device), whole_head(model, device)
 
     def loss_sum(batch: Batch) -> Tensor:
         teacher = batch["teacher_hidden"], heads[0], original.config
-        return kl_sum(teacher, (batch_hidden(model, batch), heads[1], model.config))
+        states = batch_hidden(model, batch)
+        if hidden is not None:
+            hidden.append(states.cpu())
+        return kl_sum(teacher, (states, heads[1], model.config))
 
     bar = "KL to the original" if progress else None
     num_parts = len(original.part_rows)
@@ -279,6 +286,8 @@ def kl_by_row(
             bar=bar,
             around_row=around_row,
         )
+    if hidden is not None:
+        del hidden[len(ranks.deal(range(num_parts))) :]  # those of dummy rows
     # Parts of a row are added up again: rows are the independent units of `ratio`.
     by_row: list[list[tuple[float, int]]] = [[] for _ in rows]
     for row, total, count in zip(original.part_rows, sums, counts, strict=True):

@@ -239,11 +239,9 @@ def test_a_sum_of_costs_counts_attention_alone_once(
     assert plan["layers"] == [1, 3]
     share, base = 0.7 if calibrated else 1, ATTENTION if kind == "selected" else 0.0
     rows = {row["name"]: row for row in plan["selections"]}
-    assert rows["proposal"]["sum_of_sensitivities"] == pytest.approx(
-        share * (base + 0.03 + 0.02)
-    )
+    assert rows["proposal"]["predicted"] == pytest.approx(share * (base + 0.03 + 0.02))
     last = rows["last 2"]
-    assert last["sum_of_sensitivities"] == pytest.approx(share * (base + 0.05 + 0.02))
+    assert last["predicted"] == pytest.approx(share * (base + 0.05 + 0.02))
     assert last["measured"]["value"] == pytest.approx(share * (base + 0.11))
     assert [row["value"] for row in plan["sensitivities"]] == pytest.approx(
         [share * (base + COSTS[layer,]) for layer in range(4)]

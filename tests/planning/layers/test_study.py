@@ -43,7 +43,7 @@ from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.points import overlapped_collectives
 from fcsd.planning.layers.proposal import (
     layers_within,
-    least_sensitive,
+    least_costly,
     parse_budget,
     plan_layers,
     plan_text,
@@ -780,9 +780,9 @@ def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
         3,
     )
     proposal, last = plan["selections"]
-    assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
+    assert proposal["predicted"] == pytest.approx(0.6)
     assert last["layers"] == [2, 3, 4]
-    assert last["sum_of_sensitivities"] == pytest.approx(0.9)
+    assert last["predicted"] == pytest.approx(0.9)
     assert last["measured"]["value"] == pytest.approx(0.9)
     assert proposal["measured"] is None
     # With 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2
@@ -1089,8 +1089,8 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
 
 
 def test_of_equal_layers_the_later_is_rewired() -> None:
-    assert least_sensitive([0.1, 0.1, 0.1, 0.1], 2) == [2, 3]
-    assert least_sensitive([0.0, -0.1, 0.3], 2) == [0, 1]
+    assert least_costly([0.1, 0.1, 0.1, 0.1], 2, {}) == [2, 3]
+    assert least_costly([0.0, -0.1, 0.3], 2, {}) == [0, 1]
 
 
 @pytest.mark.parametrize(
