@@ -63,9 +63,13 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
-        for cls in reversed(type(self).__mro__):
-            if message := broken(cls.__dict__.get("rules", ()), self):
-                raise ValueError(message)
+        rules = [
+            rule
+            for cls in reversed(type(self).__mro__)
+            for rule in cls.__dict__.get("rules", ())
+        ]
+        if rules and (message := broken(rules, self)):
+            raise ValueError(message)
         return self
 
     @model_validator(mode="before")
