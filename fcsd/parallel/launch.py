@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Launch:
     engine: Engine
     ranks: Ranks = ALONE
 
-    @property
+    @cached_property
     def first(self) -> bool:
         """Whether this rank prints, writes and runs programs."""
         return self.ranks.first

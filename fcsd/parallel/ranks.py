@@ -31,6 +31,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.base.errors import UserError
@@ -62,7 +63,7 @@ class Ranks:
     size: int = 1
     lockstep: bool = False
 
-    @property
+    @cached_property
     def first(self) -> bool:
         """Whether this rank prints, writes and runs programs."""
         return self.rank == 0

@@ -4,6 +4,7 @@ and `--help` can read it without torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError, one_line
@@ -199,7 +200,7 @@ class Family:
         for field, value in usual.items():
             object.__setattr__(self, field, getattr(self, field) or value)
 
-    @property
+    @cached_property
     def multimodal(self) -> bool:
         """Whether it is a wrapper: its text stack is rewired, whose fields are in the
         text config.
