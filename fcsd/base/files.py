@@ -120,20 +120,15 @@ def read_json(
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
     is_object = isinstance(value, dict)
-    refuse(
-        # Refuse another tool's file now: a missing key would fail later without its
-        # name.
-        (
-            keys and not (is_object and any(key in value for key in keys)),
-            lambda: (
-                f"{path}: holds something else (no {' or '.join(keys or ())}); {hint}"
-            ),
-        ),
-        (
-            keys is not None and not is_object,
-            f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}",
-        ),
-    )
+    # Refuse another tool's file now: a missing key would fail later without its name.
+    if keys and not (is_object and any(key in value for key in keys)):
+        raise UserError(
+            f"{path}: holds something else (no {' or '.join(keys)}); {hint}"
+        )
+    if keys is not None and not is_object:
+        raise UserError(
+            f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}"
+        )
     return value
 
 
@@ -269,31 +264,6 @@ def _too_long(path: Path) -> tuple[str, int, int] | None:
     return None
 
 
-_PATHS: tuple[Rule, ...] = (
-    (
-        lambda path: is_address(str(path)),
-        "{0}: is an address; give a path of this machine",
-    ),
-    (
-        lambda path: _bytes_of_names(path) is None,
-        lambda path: (
-            f"{str(path)!r}: holds an incomplete character; choose another name"
-        ),
-    ),
-    (
-        lambda path: "\0" in str(path),
-        lambda path: f"{str(path)!r}: holds a NUL character; choose another name",
-    ),
-    (
-        _too_long,
-        lambda path: (
-            "the name {} has {} bytes, but at most {} are possible; choose a shorter one"
-        ).format(*_too_long(path) or ()),
-    ),
-)
-"""Of a path."""
-
-
 def check_path(path: Path) -> None:
     """Refuse an impossible path of a result before the work that produces it.
 
@@ -301,7 +271,19 @@ def check_path(path: Path) -> None:
         UserError: it is an address; a name in it is too long (the last one must leave
             room for a temporary name), or holds a NUL or an incomplete character.
     """
-    refuse(*_PATHS, of=(path,))
+    if is_address(str(path)):
+        raise UserError(f"{path}: is an address; give a path of this machine")
+    if _bytes_of_names(path) is None:
+        raise UserError(
+            f"{str(path)!r}: holds an incomplete character; choose another name"
+        )
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
+    if (too_long := _too_long(path)) is not None:
+        raise UserError(
+            "the name {} has {} bytes, but at most {} are possible; choose a shorter"
+            " one".format(*too_long)
+        )
 
 
 _LONGEST_NAME = 255  # bytes, of a Linux file system
@@ -376,6 +358,11 @@ def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") ->
             written; the folder is a stranger's.
     """
     check_path(folder)
+    _check_place(folder, mark, kind)
+
+
+def _check_place(folder: Path, mark: str | None, kind: str) -> None:
+    """Refuse what `check_folder_place` refuses of a possible path."""
     # The folder itself or its nearest existing ancestor; lexists also finds a broken
     # link.
     above = next(
@@ -383,24 +370,16 @@ def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") ->
     )
     if mark is not None and _is_foreign(folder, mark):
         raise UserError(f"{folder}: exists and holds no {kind}; choose another folder")
-    refuse(*_FOLDERS, of=(folder, above))
-
-
-_FOLDERS: tuple[Rule, ...] = (
-    (
-        lambda _, above: not above.is_dir(),
-        "{0}: cannot be created, because {1} is not a folder; choose another output"
-        " folder",
-    ),
-    (
-        lambda folder, above: above != folder and _why_not_writable(above),
-        lambda folder, above: (
-            f"{folder}: cannot be created, because {above} is not writable"
-            f" ({_why_not_writable(above)}); choose another output folder"
-        ),
-    ),
-)
-"""Of the path of a new folder, and what exists of it."""
+    if not above.is_dir():
+        raise UserError(
+            f"{folder}: cannot be created, because {above} is not a folder; choose"
+            " another output folder"
+        )
+    if above != folder and (reason := _why_not_writable(above)):
+        raise UserError(
+            f"{folder}: cannot be created, because {above} is not writable ({reason});"
+            " choose another output folder"
+        )
 
 
 def _is_foreign(folder: Path, mark: str) -> bool:
@@ -455,20 +434,19 @@ def new_folder(
     if replaces and path.is_symlink():
         path = path.resolve()
     with writing(path):
-        refuse(
-            (
-                not replaces
-                and (path.is_symlink() or (path.exists() and not path.is_dir())),
-                f"{path}: exists and is not a folder; choose another destination",
-            ),
-            (
-                not replaces and path.is_dir() and not is_empty(path),
+        if not replaces and (
+            path.is_symlink() or (path.exists() and not path.is_dir())
+        ):
+            raise UserError(
+                f"{path}: exists and is not a folder; choose another destination"
+            )
+        if not replaces and path.is_dir() and not is_empty(path):
+            raise UserError(
                 f"{path}: exists and is not empty; choose another destination or remove"
-                " it first",
-            ),
-        )
-        check_folder_place(path, mark, kind)
-        make_folder(path.parent)
+                " it first"
+            )
+        _check_place(path, mark, kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with beside(path) as temporary:
             yield temporary
             if replaces:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import Rule, UserError, one_line, refuse
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     check_regular,
     decoded_floats,
@@ -38,7 +38,7 @@ from fcsd.base.weights import (
     without_weights,
 )
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
-from fcsd.model.connectivity.contents import NO_CHECKPOINTS
+from fcsd.model.connectivity.contents import check_contents
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
     FAMILIES,
@@ -216,25 +216,22 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
     except OSError as error:
         raise UserError(f"{path}: cannot be a folder: {error.strerror}") from None
     if is_folder and revision is None:
-        refuse(*NO_CHECKPOINTS, of=(folder,))
+        check_contents(folder)
         if os.access(folder, os.R_OK) and is_empty(folder):
             raise UserError(f"{path}: is an empty folder; {checkpoint}")
         return folder
-    refuse(
-        (
-            is_folder,
+    if is_folder:
+        raise UserError(
             f"{path}: revision '{revision}' applies to a Hub repository, but this is a"
-            " local folder",
-        ),
-        (exists, f"{path}: is a file; {checkpoint}"),
-        (
-            folder.is_symlink(),
-            lambda: (
-                f"{path}: is a link to {os.readlink(folder)}, which is no folder;"
-                f" {checkpoint}"
-            ),
-        ),
-    )
+            " local folder"
+        )
+    if exists:
+        raise UserError(f"{path}: is a file; {checkpoint}")
+    if folder.is_symlink():
+        raise UserError(
+            f"{path}: is a link to {os.readlink(folder)}, which is no folder;"
+            f" {checkpoint}"
+        )
     # Only text can mean a repository on the Hub; whoever passes a Path means a folder.
     if isinstance(path, Path) or not re.fullmatch(
         r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)
@@ -256,7 +253,7 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
     as `check_file`.
     """
     subfolders = {pattern.rpartition("/")[0] for pattern in patterns}
-    files = []
+    files: list[Path] = []
     for subfolder in sorted(name for name in subfolders if (folder / name).is_dir()):
         try:
             # not `glob`, which passes over links to nothing
@@ -266,19 +263,19 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
                 f"{folder / subfolder}: cannot be read ({error.strerror})"
             ) from None
         entries = [Path(subfolder, name) for name in names]
-        for entry in entries:
+        files += [
+            folder / entry
+            for entry in entries
             if any(
                 fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
-            ):
-                refuse(
-                    *_LINKS,
-                    (
-                        lambda file, _: file.suffix and file.is_dir(),
-                        "{0}: is a folder, a file is needed; fetch it again, or remove it",
-                    ),
-                    of=(folder / entry, folder),
-                )
-                files.append(folder / entry)
+            )
+        ]
+    for file in files:
+        _check_link(file, folder)
+        if file.suffix and file.is_dir():
+            raise UserError(
+                f"{file}: is a folder, a file is needed; fetch it again, or remove it"
+            )
     for file in files:
         check_regular(file, _FETCH_OR_REMOVE)
     return sorted(file for file in files if file.is_file())
@@ -303,41 +300,26 @@ def check_file(file: Path, folder: Path) -> None:
         UserError: it is a link to a file outside `folder` or to nothing, a pipe, a
             socket or a device.
     """
-    refuse(*_LINKS, of=(file, folder))
+    _check_link(file, folder)
     check_regular(file, _FETCH_OR_REMOVE)
 
 
-def _target(file: Path) -> Path:
-    return Path(os.path.realpath(file))
-
-
-def _leads_out(file: Path, folder: Path) -> bool:
-    """Tell whether a link leads to a file that is none of its checkpoint's."""
+def _check_link(file: Path, folder: Path) -> None:
+    """Refuse a link to nothing, or to a file that is none of its checkpoint's."""
     # Links above the folder are resolved on both sides: only those inside it count.
-    root, target = _target(folder), _target(file)
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     is_snapshot = root.parent.name == "snapshots"
     is_blob = is_snapshot and target.parent == root.parent.parent / "blobs"
-    return not (is_blob or target.is_relative_to(root))
-
-
-_LINKS: tuple[Rule, ...] = (
-    (
-        _leads_out,
-        lambda file, _: (
-            f"{file}: is a link to {_target(file)}, which is not a file of this"
-            " checkpoint; replace the link by a copy, or remove it"
-        ),
-    ),
+    if not (is_blob or target.is_relative_to(root)):
+        raise UserError(
+            f"{file}: is a link to {target}, which is not a file of this checkpoint;"
+            " replace the link by a copy, or remove it"
+        )
     # A link to itself leads nowhere, too.
-    (
-        lambda file, _: os.path.lexists(file) and not _target(file).exists(),
-        lambda file, _: (
-            f"{file}: is a link to {_target(file)}, which does not exist; fetch the file"
-            " again"
-        ),
-    ),
-)
-"""Of a file, and the folder of its checkpoint."""
+    if os.path.lexists(file) and not target.exists():
+        raise UserError(
+            f"{file}: is a link to {target}, which does not exist; fetch the file again"
+        )
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
@@ -383,13 +365,23 @@ def read_config(
             `any_family`); a FarSkip model type without `farskip` field, or the other
             way round.
     """
+    return _read_config(folder, any_family)[:3]
+
+
+def _read_config(
+    folder: Path, any_family: bool
+) -> tuple[dict[str, Any], Family | None, Connectivity | None, bool]:
+    """Return what `read_config` returns, and whether the file has another project's
+    keys.
+    """
     # Before anything is opened: a link or a pipe is refused wherever it would be read.
     files_like(folder, _READ)
     config = read_checkpoint_json(folder / CONFIG)
     where = str(folder / CONFIG)
     check_model_types(config, where)
     model_type = config.get("model_type") or ""
-    if has_other_names(config) and not model_type.startswith(PREFIX):
+    has_others = has_other_names(config)
+    if has_others and not model_type.startswith(PREFIX):
         config = in_our_names(config, where)
         model_type = config["model_type"]
     is_farskip = model_type.startswith(PREFIX)
@@ -400,7 +392,7 @@ def read_config(
             " original checkpoint again with `fcsd convert`"
         )
     if any_family and base_model_type(model_type) not in {*FAMILIES, *UNAVAILABLE}:
-        return config, None, None
+        return config, None, None, has_others
     try:
         family = family_of(config)
     except UserError as error:
@@ -417,6 +409,7 @@ def read_config(
         config,
         family,
         Connectivity.from_field(config["farskip"], where) if is_farskip else None,
+        has_others,
     )
 
 
@@ -440,7 +433,7 @@ def check_model_types(config: Mapping[str, Any], where: str) -> None:
             )
 
 
-_KNOWN: dict[tuple[Path, bool], tuple[Any, Checkpoint]] = {}
+_KNOWN: dict[Path, tuple[Any, Checkpoint]] = {}
 
 
 def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
@@ -452,9 +445,11 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             safetensors, a file that is truncated or damaged, a tensor that is not where
             the index says, or is in two shards.
     """
-    key, state = (folder.absolute(), any_family), _state(folder)
+    key, state = folder.absolute(), _state(folder)
     known_state, checkpoint = _KNOWN.get(key, (None, None))
-    if checkpoint is None or state is None or state != known_state:
+    # What is known of an unknown family was read for a caller who allows it.
+    is_known = checkpoint is not None and (any_family or checkpoint.family is not None)
+    if checkpoint is None or not is_known or state is None or state != known_state:
         checkpoint = _read_checkpoint(folder, any_family)
         _KNOWN[key] = state, checkpoint
     # Callers may change a config.
@@ -507,7 +502,7 @@ def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
     dtypes: dict[str, str] = {}
     for name in weights.names:
         in_file = read_header(folder / name)[0]
-        refuse(*_shard_rules(folder / name, weights, in_file.keys(), shapes))
+        _check_shard(folder / name, weights, in_file.keys(), shapes)
         shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
         dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
     return _with_quantisation(
@@ -554,13 +549,11 @@ def of_config(folder: Path, any_family: bool = False) -> Checkpoint:
     """Return the facts about a checkpoint in its folder's config. Raises UserError as
     `read_config`.
     """
-    config, family, connectivity = read_config(folder, any_family)
+    config, family, connectivity, has_others = _read_config(folder, any_family)
     check_generation(folder)
     # Without that file, transformers takes the end tokens from here.
-    refuse(*_mistakes(config, folder / CONFIG, _TOKENS))
-    foreign = family is not None and has_other_names(
-        read_checkpoint_json(folder / CONFIG)
-    )
+    _check_types(config, folder / CONFIG, _TOKENS)
+    foreign = family is not None and has_others
     return Checkpoint(folder, config, family, connectivity, foreign, (), None, {}, {})
 
 
@@ -622,7 +615,7 @@ def check_generation(folder: Path) -> None:
     if not os.path.lexists(file):
         return
     settings = decoded_floats(read_checkpoint_json(file))
-    refuse(*_mistakes(settings, file, _SETTINGS))
+    _check_types(settings, file, _SETTINGS)
     from transformers import GenerationConfig
 
     try:
@@ -636,21 +629,19 @@ def check_generation(folder: Path) -> None:
         ) from None
 
 
-def _mistakes(
+def _check_types(
     settings: Mapping[str, Any],
     file: Path,
     types: Mapping[str, tuple[Callable[[Any], bool], str]],
-) -> list[Rule]:
-    """Return a rule for each of the settings in a file that have a type."""
-    values = {name: settings[name] for name in types if settings.get(name) is not None}
-    return [
-        (
-            not types[name][0](value),
-            f"{file}: {name} must be {types[name][1]}, got {value!r:.80}; fetch the file"
-            " again",
-        )
-        for name, value in values.items()
-    ]
+) -> None:
+    """Refuse a setting in a file that has another type than it must have."""
+    for name, (fits, expected) in types.items():
+        value = settings.get(name)
+        if value is not None and not fits(value):
+            raise UserError(
+                f"{file}: {name} must be {expected}, got {value!r:.80}; fetch the file"
+                " again"
+            )
 
 
 def check_carried(folder: Path) -> list[Path]:
@@ -682,11 +673,11 @@ def _tell_once(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
 
-def _shard_rules(
+def _check_shard(
     file: Path, weights: WeightFiles, in_file: Collection[str], earlier: Collection[str]
-) -> list[Rule]:
-    """Return what a shard may not be: without a tensor that the index names there, or
-    with one of an earlier shard.
+) -> None:
+    """Refuse a shard without a tensor that the index names there, or with one of an
+    earlier shard.
 
     transformers loads everything in the shards, whatever the index says; of two tensors
     with one name it keeps the last.
@@ -704,23 +695,17 @@ def _shard_rules(
         for tensor in in_file
         if tensor in earlier and named.get(tensor) != file.name
     ]
-    return [
-        (
-            absent,
-            lambda: (
-                f"{file}: tensor '{absent[0]}' is not in this file, but {weights.index}"
-                " says so; fetch both again"
-            ),
-        ),
-        (
-            weights.weight_map is not None and twice,
-            lambda: (
-                f"{file}: tensor '{twice[0]}' is in this file too, which transformers"
-                f" would load, but {weights.index} names {named.get(twice[0]) or 'none'}"
-                " for it; fetch the checkpoint again"
-            ),
-        ),
-    ]
+    if absent:
+        raise UserError(
+            f"{file}: tensor '{absent[0]}' is not in this file, but {weights.index} says"
+            " so; fetch both again"
+        )
+    if weights.weight_map is not None and twice:
+        raise UserError(
+            f"{file}: tensor '{twice[0]}' is in this file too, which transformers would"
+            f" load, but {weights.index} names {named.get(twice[0]) or 'none'} for it;"
+            " fetch the checkpoint again"
+        )
 
 
 def check_weights_path(path: Path) -> None:

@@ -4,14 +4,9 @@ adapter, GGUF files.
 
 from pathlib import Path
 
-from fcsd.base.errors import Rule
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.weights import CONFIG
-
-
-def _has_model(folder: Path) -> bool:
-    """Tell whether config or tokenizer of a model lie in a folder."""
-    return any((folder / name).is_file() for name in (CONFIG, "tokenizer.json"))
 
 
 def _models_inside(folder: Path) -> list[Path]:
@@ -44,41 +39,31 @@ def _base_of_adapter(folder: Path) -> str:
     return f" of {base}" if base else ""
 
 
-# transformers' Trainer saves its state beside a model: any readable file counts.
-NO_CHECKPOINTS: tuple[Rule, ...] = (
-    (
-        lambda folder: not _has_model(folder) and _models_inside(folder),
-        lambda folder: (
-            f"{folder}: is not a checkpoint, but contains one; give"
-            f" {_first_inside(folder)}"
-        ),
-    ),
-    (
-        lambda folder: not _has_model(folder) and _state_of_training(folder),
-        lambda folder: (
-            f"{folder}: {_state_of_training(folder)}, not a model;"
-            " FCSDTrainer.train(resume_from_checkpoint=…), or the command that started"
-            " it, continues the training; save_model, or the end of a recipe's stage,"
-            " writes a model"
-        ),
-    ),
-    (
-        lambda folder: not (folder / CONFIG).is_file() and any(folder.glob("*.gguf")),
-        lambda folder: (
+def check_contents(folder: Path) -> None:
+    """Raise UserError where a folder holds something else than a checkpoint."""
+    has_config = (folder / CONFIG).is_file()
+    # transformers' Trainer saves its state beside a model: any readable file counts.
+    if not has_config and not (folder / "tokenizer.json").is_file():
+        if _models_inside(folder):
+            raise UserError(
+                f"{folder}: is not a checkpoint, but contains one; give"
+                f" {_first_inside(folder)}"
+            )
+        if state := _state_of_training(folder):
+            raise UserError(
+                f"{folder}: {state}, not a model;"
+                " FCSDTrainer.train(resume_from_checkpoint=…), or the command that"
+                " started it, continues the training; save_model, or the end of a"
+                " recipe's stage, writes a model"
+            )
+    if not has_config and any(folder.glob("*.gguf")):
+        raise UserError(
             f"{folder}: holds GGUF files ({min(folder.glob('*.gguf')).name}), not a"
             " checkpoint of transformers; give the checkpoint that they were made from"
-        ),
-    ),
-    (
-        lambda folder: (
-            not (folder / CONFIG).is_file()
-            and (folder / "adapter_config.json").is_file()
-        ),
-        lambda folder: (
+        )
+    if not has_config and (folder / "adapter_config.json").is_file():
+        raise UserError(
             f"{folder}: is a LoRA adapter{_base_of_adapter(folder)}, not a checkpoint;"
             " merge it into its model (peft: merge_and_unload, then save_pretrained) and"
             " give that folder"
-        ),
-    ),
-)
-"""Of a folder."""
+        )

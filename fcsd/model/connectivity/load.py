@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fcsd.base.errors import Rule, UserError, errors_begin, one_line, refuse
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import decoded_floats
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -93,7 +93,30 @@ def load_model(
             missing or unexpected. Weights are never left at random values, pickles are
             never read.
     """
-    folder = find_folder(path, revision)
+    return load_folder(
+        find_folder(path, revision),
+        connectivity=connectivity,
+        original=original,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        any_family=any_family,
+        weights=weights,
+        **options,
+    )
+
+
+def load_folder(
+    folder: Path,
+    *,
+    connectivity: Connectivity | None = None,
+    original: bool = False,
+    dtype: Any = "auto",
+    trust_remote_code: bool = False,
+    any_family: bool = False,
+    weights: bool = True,
+    **options: Any,
+) -> Any:
+    """Load the model in a folder that `find_folder` has returned; as `load_model`."""
     checkpoint = read_checkpoint(
         folder, (any_family or trust_remote_code) and connectivity is None
     )
@@ -129,35 +152,21 @@ def load_model(
     return model.eval()
 
 
-def _lacks_metadata(checkpoint: Checkpoint) -> bool:
-    if checkpoint.index is None:
-        return False
-    index = read_checkpoint_json(checkpoint.folder / checkpoint.index)
-    return not isinstance(index.get("metadata"), dict)
-
-
-def _why_not_loaded(checkpoint: Checkpoint) -> str | None:
-    quantisation = checkpoint.quantisation
-    return None if quantisation is None else why_not_loaded(quantisation)
-
-
-_NOT_LOADED: tuple[Rule, ...] = (
-    (
-        _lacks_metadata,
-        lambda checkpoint: (
-            f"{checkpoint.folder / checkpoint.index}: has no object metadata, which"
-            ' transformers needs; add "metadata": {} to it, or fetch it again'
-        ),
-    ),
-    # quantised by a method that it does not know, or would take for plain weights
-    (
-        _why_not_loaded,
-        lambda checkpoint: (
-            f"{checkpoint.folder / CONFIG}: {_why_not_loaded(checkpoint)}"
-        ),
-    ),
-)
-"""Of a checkpoint that no transformers of this version loads."""
+def _check_loadable(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that no transformers of this version loads."""
+    folder, index = checkpoint.folder, checkpoint.index
+    if index is not None and not isinstance(
+        read_checkpoint_json(folder / index).get("metadata"), dict
+    ):
+        raise UserError(
+            f"{folder / index}: has no object metadata, which transformers needs; add"
+            ' "metadata": {} to it, or fetch it again'
+        )
+    # Quantised by a method that it does not know, or would take for plain weights.
+    if checkpoint.quantisation is not None and (
+        reason := why_not_loaded(checkpoint.quantisation)
+    ):
+        raise UserError(f"{folder / CONFIG}: {reason}")
 
 
 def misread_here(checkpoint: Checkpoint, requested: Any = None) -> str | None:
@@ -235,7 +244,7 @@ def _load_unknown(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint.folder
-    refuse(*_NOT_LOADED, of=(checkpoint,))
+    _check_loadable(checkpoint)
     if not weights:
         raise UserError(
             f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be"
@@ -308,7 +317,7 @@ def config_and_class(
     family = checkpoint.family
     assert family is not None
     register(family.model_type)
-    refuse(*_CLASSES, of=(checkpoint, experts_implementation))
+    _check_classes(checkpoint, experts_implementation)
     config = load_config(checkpoint)
     mask = moe_mask(config, family)
     if original and connectivity is not None:
@@ -353,61 +362,52 @@ def _types_by_class() -> dict[str, set[str]]:
     return types
 
 
-def _architectures(checkpoint: Checkpoint) -> Any:
-    return checkpoint.config.get("architectures") or []
-
-
-def _other_class(checkpoint: Checkpoint) -> str | None:
-    """Return the class in the config's `architectures` that transformers knows, but for
-    other model types.
+def _check_classes(checkpoint: Checkpoint, experts_implementation: Any) -> None:
+    """Refuse a config whose `architectures` are of other model types, and an
+    implementation of the experts that the model's class does not have.
     """
-    family, types = checkpoint.family, _types_by_class()
+    where, family = checkpoint.folder / CONFIG, checkpoint.family
     assert family is not None
-    for name in _architectures(checkpoint):
+    architectures = checkpoint.config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise UserError(
+            f"{where}: architectures must be a list of class names, got"
+            f" {architectures!r}"
+        )
+    model_type = checkpoint.config["model_type"]
+    if other := _other_class(
+        architectures, family, checkpoint.connectivity is not None
+    ):
+        raise UserError(
+            f"{where}: architectures names {other}, but model_type is '{model_type}';"
+            " one of them is wrong, fetch the config again"
+        )
+    if experts_implementation in (None, "eager"):
+        return
+    cls: Any = base_model_class(family)
+    if not cls._can_set_experts_implementation():
+        raise UserError(
+            f"{checkpoint.folder}: transformers refuses"
+            f" experts_implementation={experts_implementation!r}: it computes the experts"
+            f" of {model_type} in one way; leave it out"
+        )
+
+
+def _other_class(
+    architectures: Sequence[Any], family: Family, rewired: bool
+) -> str | None:
+    """Return the class among a config's `architectures` that transformers knows, but
+    for other model types.
+    """
+    types = _types_by_class()
+    for name in architectures:
         # A name that transformers does not know belongs to code in a repository: it
         # passes, as one of this family.
         model_types = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
         is_farskip = str(name).startswith("FarSkip")
-        if family.model_type not in model_types or is_farskip != (
-            checkpoint.connectivity is not None
-        ):
+        if family.model_type not in model_types or is_farskip != rewired:
             return str(name)
     return None
-
-
-def _in_one_way(checkpoint: Checkpoint) -> bool:
-    """Tell whether transformers computes a family's experts in one way alone."""
-    assert checkpoint.family is not None
-    cls: Any = base_model_class(checkpoint.family)
-    return not cls._can_set_experts_implementation()
-
-
-_CLASSES: tuple[Rule, ...] = (
-    (
-        lambda checkpoint, _: not isinstance(_architectures(checkpoint), list),
-        lambda checkpoint, _: (
-            f"{checkpoint.folder / CONFIG}: architectures must be a list of class names,"
-            f" got {_architectures(checkpoint)!r}"
-        ),
-    ),
-    (
-        lambda checkpoint, _: _other_class(checkpoint),
-        lambda checkpoint, _: (
-            f"{checkpoint.folder / CONFIG}: architectures names"
-            f" {_other_class(checkpoint)}, but model_type is"
-            f" '{checkpoint.config['model_type']}'; one of them is wrong, fetch the"
-            " config again"
-        ),
-    ),
-    (
-        lambda checkpoint, experts: (
-            experts not in (None, "eager") and _in_one_way(checkpoint)
-        ),
-        "{0.folder}: transformers refuses experts_implementation={1!r}: it computes the"
-        " experts of {0.config[model_type]} in one way; leave it out",
-    ),
-)
-"""Of a checkpoint, and the implementation of the experts to load it with."""
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
@@ -439,8 +439,10 @@ def load_config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.folder / CONFIG}: dtype must be the name of a torch dtype such"
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
-    with errors_begin(f"{checkpoint.folder}: "):
+    try:
         family_of(config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.folder}: {error}") from None
     return config
 
 
@@ -463,7 +465,7 @@ def build_on_meta(checkpoint: Checkpoint, config: Any, cls: Any) -> Any:
         UserError: no such model can be built; transformers does not load such weights or
             their index.
     """
-    refuse(*_NOT_LOADED, of=(checkpoint,))
+    _check_loadable(checkpoint)
     try:
         with torch.device("meta"):
             return cls(config)
@@ -492,25 +494,35 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     model = build_on_meta(checkpoint, config, cls)
     in_files, in_memory, tied = layouts = _expected_shapes(model)
     if checkpoint.quantisation is not None:
-        refuse(*_quantised_misfits(checkpoint, *layouts))
+        _check_quantised(checkpoint, *layouts)
         return set()
-    refuse(*_misfits(checkpoint, cls, *layouts))
+    _check_plain(checkpoint, cls, *layouts)
     unexpected = {*checkpoint.shapes} - {*in_files, *in_memory, *tied}
+    if not unexpected:
+        return set()
     assert checkpoint.family is not None
     left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
-    refuse(*_unknown(checkpoint, sorted(unexpected - left_out)))
+    if unknown := sorted(unexpected - left_out):
+        quantised = quantised_tensors(checkpoint.dtypes)
+        raise _quantised_or(
+            checkpoint,
+            not {*quantised}.isdisjoint(unknown),
+            f"{checkpoint.folder}: {len(unknown)} tensors belong to no parameter, the"
+            f" first is '{unknown[0]}'; weights and {CONFIG} belong to different models,"
+            f" or the model was changed after {CONFIG} was written",
+        )
     return left_out
 
 
-def _misfits(
+def _check_plain(
     checkpoint: Checkpoint,
     cls: Any,
     in_files: Shapes,
     in_memory: Shapes,
     tied: set[str],
-) -> list[Rule]:
-    """Return what plain weights may not be: of other shapes than a model's, the body
-    alone, without some tensors.
+) -> None:
+    """Refuse plain weights of other shapes than a model's, the body alone, and weights
+    without some tensors.
     """
     have = checkpoint.shapes.keys()
     known = {
@@ -533,65 +545,43 @@ def _misfits(
     names = in_memory if is_in_memory else in_files
     missing = [name for name in names if name not in have and name not in tied]
 
-    def packed() -> bool:
+    if others:
+        raise _quantised_or(
+            checkpoint,
+            others[0] in quantised_tensors(checkpoint.dtypes),
+            _other_shape(checkpoint, others[0], known[others[0]] or ()),
+        )
+    if not has_prefix and any(name.startswith(prefix) for name in in_files):
+        raise UserError(
+            f"{checkpoint.folder}: no tensor name starts with '{prefix}'; this is not a"
+            f" checkpoint of {cls.__name__}"
+        )
+    if missing:
         # If a packed tensor could replace a missing one, the cause is different: the
         # weights are quantised, and the config does not say so.
-        return len(missing_tensors(names, checkpoint.dtypes, tied)) < len(missing)
-
-    return [
-        (
-            others,
-            lambda: _quantised_or(
-                checkpoint,
-                others[0] in quantised_tensors(checkpoint.dtypes),
-                _other_shape(checkpoint, others[0], known[others[0]] or ()),
-            ),
-        ),
-        (
-            not has_prefix and any(name.startswith(prefix) for name in in_files),
-            f"{checkpoint.folder}: no tensor name starts with '{prefix}'; this is not a"
-            f" checkpoint of {cls.__name__}",
-        ),
-        (
-            missing,
-            lambda: _quantised_or(
-                checkpoint, packed(), _incomplete(checkpoint, missing)
-            ),
-        ),
-    ]
-
-
-def _unknown(checkpoint: Checkpoint, names: Sequence[str]) -> list[Rule]:
-    quantised = quantised_tensors(checkpoint.dtypes)
-    return [
-        (
-            names,
-            lambda: _quantised_or(
-                checkpoint,
-                not {*quantised}.isdisjoint(names),
-                f"{checkpoint.folder}: {len(names)} tensors belong to no parameter, the"
-                f" first is '{names[0]}'; weights and {CONFIG} belong to different"
-                f" models, or the model was changed after {CONFIG} was written",
-            ),
+        packed = missing_tensors(names, checkpoint.dtypes, tied)
+        raise _quantised_or(
+            checkpoint, len(packed) < len(missing), _incomplete(checkpoint, missing)
         )
-    ]
 
 
-def _quantised_or(checkpoint: Checkpoint, has_quantised: bool, message: str) -> str:
-    """Return a message about weights that do not fit a plain model; another one if they
-    are quantised in a way that no file states.
+def _quantised_or(
+    checkpoint: Checkpoint, has_quantised: bool, message: str
+) -> UserError:
+    """Return the error, with this message, for weights that do not fit a plain model;
+    another one if they are quantised in a way that no file states.
     """
     if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
         dtype = checkpoint.dtypes[names[0]]
-        return quantised_without_word(checkpoint.folder, names[0], dtype)
-    return message
+        message = quantised_without_word(checkpoint.folder, names[0], dtype)
+    return UserError(message)
 
 
-def _quantised_misfits(
+def _check_quantised(
     checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes, tied: set[str]
-) -> list[Rule]:
-    """Return what quantised weights may not be: without one of the model's tensors, or
-    with a plain one of another shape.
+) -> None:
+    """Refuse quantised weights without one of the model's tensors, or with a plain one
+    of another shape.
     """
     # Plain tensors only: a packed one has the shape of its packing. A name may be in
     # both layouts with two shapes, of which either is right.
@@ -613,13 +603,10 @@ def _quantised_misfits(
         ),
         key=len,
     )
-    return [
-        (
-            others,
-            lambda: _other_shape(checkpoint, others[0], min(expected[others[0]])),
-        ),
-        (missing, lambda: _incomplete(checkpoint, missing)),
-    ]
+    if others:
+        raise UserError(_other_shape(checkpoint, others[0], min(expected[others[0]])))
+    if missing:
+        raise UserError(_incomplete(checkpoint, missing))
 
 
 def _other_shape(checkpoint: Checkpoint, name: str, expected: Sequence[int]) -> str:
@@ -665,10 +652,10 @@ def _loading_problem(
     checkpoint: Checkpoint, model: Any, info: dict[str, Any]
 ) -> str | None:
     """Return the first thing that transformers' loading report finds wrong, or None."""
-    if checkpoint.family is not None:
+    unexpected = {*info["unexpected_keys"]}
+    if unexpected and checkpoint.family is not None:
         # By the names that transformers has given them, of experts that it has put
         # together, say.
-        unexpected = {*info["unexpected_keys"]}
         left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
         info = info | {"unexpected_keys": unexpected - left_out}
     for key, text in _PROBLEMS.items():
