@@ -1,11 +1,12 @@
 """Read suites (`eval/suites/*.yaml`), and make others of their rows."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import data_dir
+from fcsd.base.files import data_dir, file_state
 from fcsd.base.strict import did_you_mean, read_yaml, validate
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.kinds import KINDS
@@ -40,6 +41,12 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
                 " path of a .yaml file; --tasks names single tasks)"
             )
         path = data_dir("eval") / "suites" / f"{text}.yaml"
+    return _read_suite(path, file_state(path) if path.is_file() else ())
+
+
+@functools.cache
+def _read_suite(path: Path, state: tuple[int, ...]) -> SuiteConfig:
+    """Read a suite file, once in a process unless its `state` changes."""
     suite = validate(SuiteConfig, read_yaml(path), str(path))
     # A field of the record and no key of a file: only here is it known where a suite
     # lies.
