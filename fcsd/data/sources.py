@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import datasets
 
-from fcsd.base.errors import Rule, UserError, one_line, refuse
-from fcsd.base.files import home
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.memory import check_shared_memory
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
@@ -74,9 +73,8 @@ def columns_of(source: Source) -> Mapping[Any, str]:
     return source.columns
 
 
-def _unsupported(source: TextConfig) -> str:
+def _unsupported(path: Path) -> str:
     """Return why fcsd does not read a file."""
-    path = home(source.path)
     problem = "fcsd does not read files of this kind"
     if not path.exists():
         problem = f"no such file, and {problem}"
@@ -88,56 +86,38 @@ def _unsupported(source: TextConfig) -> str:
     )
 
 
-def _is_file(source: TextConfig) -> bool:
+def check_place(source: TextConfig) -> Path:
+    """Refuse, before anything is read, a missing file or folder, an unsupported kind of
+    file, and a split that a file does not have. Return the path of the data.
+    """
+    path, name = check_data(source.path), f"data set {source.path}"
     # A path with the ending of a data file is a file, even if it does not exist.
-    path = home(source.path)
-    return not path.is_dir() and path.suffix in FILE_FORMATS
-
-
-_PLACES: tuple[Rule, ...] = (
-    (
-        lambda source: _is_file(source) and not home(source.path).is_file(),
-        lambda source: f"no such file{making_of(source.path)}",
-    ),
-    (
-        lambda source: _is_file(source) and not source.split.startswith("train"),
-        "no split {0.split!r}; a file has the split 'train' only",
-    ),
-    (
-        lambda source: (
-            not home(source.path).is_dir()
-            and home(source.path).suffix not in FILE_FORMATS
-            and (
-                home(source.path).exists() or home(source.path).suffix in _OTHER_FORMATS
+    is_file = not path.is_dir() and path.suffix in FILE_FORMATS
+    if is_file and not path.is_file():
+        raise UserError(f"{name}: no such file{making_of(source.path)}")
+    if is_file and not source.split.startswith("train"):
+        raise UserError(
+            f"{name}: no split {source.split!r}; a file has the split 'train' only"
+        )
+    if not path.is_dir() and not is_file:
+        if path.exists() or path.suffix in _OTHER_FORMATS:
+            raise UserError(f"{name}: {_unsupported(path)}")
+        if is_path(source.path):
+            raise UserError(
+                f"{name}: no such folder, and not the name of a data set on the Hub"
             )
-        ),
-        _unsupported,
-    ),
-    (
-        lambda source: not home(source.path).exists() and is_path(source.path),
-        "no such folder, and not the name of a data set on the Hub",
-    ),
-)
-"""Of a missing file or folder, an unsupported kind of file, and a split that a file does
-not have.
-"""
-
-
-def check_place(source: TextConfig) -> None:
-    """Refuse, before anything is read, what `_PLACES` has."""
-    check_data(source.path)
-    refuse(*_PLACES, of=(source,), where=f"data set {source.path}: ")
+    return path
 
 
 def check_source(source: TextConfig) -> None:
     """Refuse, before a model is loaded, local data that cannot be read, are empty, or
     lack a column; one row is read.
     """
-    check_place(source)
-    if home(source.path).exists():
+    path = check_place(source)
+    if path.exists():
         split = re.split(_PART_OF_SPLIT, source.split)[0]
         keys = source.model_dump(include={*SourceConfig.model_fields})
-        open_source(SourceConfig(**keys | {"split": split}))
+        _open_at(path, SourceConfig(**keys | {"split": split}))
 
 
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
@@ -184,11 +164,14 @@ def open_source(source: Any) -> Opened:
         return Opened(
             source, source.examples, isinstance(source.examples, datasets.Dataset)
         )
-    check_place(source)
+    return _open_at(check_place(source), source)
+
+
+def _open_at(path: Path, source: SourceConfig) -> Opened:
     check_shared_memory()
     try:
-        with fresh_cache(home(source.path)):
-            opened = _open(source)
+        with fresh_cache(path):
+            opened = _open(path, source)
             first = _first_example(opened.examples, source)
             columns = column_meanings(source.path, list(first), source.columns)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
@@ -196,13 +179,13 @@ def open_source(source: Any) -> Opened:
     except (
         ValueError, RecursionError, OSError, datasets.exceptions.DatasetsError,
     ) as error:  # fmt: skip
-        raise _loading_error(source, error) from error
+        raise _loading_error(path, source, error) from error
     return dataclasses.replace(
         opened, settings=source.model_copy(update={"columns": columns})
     )
 
 
-def _loading_error(source: SourceConfig, error: Exception) -> UserError:
+def _loading_error(path: Path, source: SourceConfig, error: Exception) -> UserError:
     # `datasets` wraps the errors of its readers, which are more specific.
     cause = None
     if isinstance(error, datasets.exceptions.DatasetGenerationError):
@@ -210,7 +193,7 @@ def _loading_error(source: SourceConfig, error: Exception) -> UserError:
     reason = one_line(cause or error)
     if "BatchSize must be greater than 0" in reason:  # a parquet file (`datasets` 5.2)
         return _empty_error(source)
-    name, path = f"data set {source.path}", home(source.path)
+    name = f"data set {source.path}"
     if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError):
         return UserError(
             f"{name}: no such file or folder, and the Hub did not give a data set of"
@@ -252,11 +235,10 @@ def broken_line(path: Path) -> str:
     return f", line {blank}: is blank; remove it; {_JSONL}" if blank else ""
 
 
-def _open(source: SourceConfig) -> Opened:
+def _open(path: Path, source: SourceConfig) -> Opened:
     """Open a source file by file; a part of a split, or a data set of the Hub that is
     small or downloaded already, as a whole.
     """
-    path = home(source.path)
     options: dict[str, Any] = {"path": source.path, "revision": source.revision}
     if path.suffix in FILE_FORMATS and not path.is_dir():
         options = {
