@@ -7,6 +7,7 @@ the columns of data on the Hub; a stage checks those when it starts.
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ def check_run(run: Run) -> None:
     if recipe.only_pretrains:
         _check_pretrainings(run)
         return
-    # The model does not exist yet: its configuration comes from the recipe.
-    if pretraining is not None and _unfinished(layout.pretrain):
+    exists = pretraining is None or not _unfinished(layout.pretrain)
+    if pretraining is not None and not exists:
+        # Its configuration comes from the recipe.
         config = _check_pretraining(run, pretraining)
         family = family_of(config)
         check_rows_fit(run, config, recipe.data.max_length)
@@ -84,9 +86,10 @@ def check_run(run: Run) -> None:
         sizes = None
         if recipe.sweep is not None and "train.batch_size_tokens" not in changed:
             sizes = recipe.sweep.batch_size_tokens
-        with errors_begin(f"variants.{name}: " if name is not None else ""):
+        with _errors_of(name):
             check_training(variant_run, sizes)
-            _check_layers(variant_run.recipe.connectivity, mask)
+            if not exists:
+                _check_layers(variant_run.recipe.connectivity, mask)
     if run.launch.first and _unfinished(layout.convert):
         tell_first_layers(recipe.connectivity.spec(), mask, family, recipe.model_path)
     if any(_unfinished(layout.evaluation(name)) for name in recipe.model_names):
@@ -100,11 +103,16 @@ def _check_pretrainings(run: Run) -> None:
         assert section is not None
         if not _unfinished(run.layout.stage(name or "original")):
             continue
-        with errors_begin(f"variants.{name}: " if name is not None else ""):
+        with _errors_of(name):
             config = _check_pretraining(run, section)
             _check_layers(section.connectivity, moe_mask(config, family_of(config)))
     if any(_unfinished(run.layout.evaluation(name)) for name in run.recipe.model_names):
         _check_evaluation(run)
+
+
+def _errors_of(variant: str | None) -> AbstractContextManager[None]:
+    """Name a recipe's variant in the errors of a block; None: the recipe itself."""
+    return nullcontext() if variant is None else errors_begin(f"variants.{variant}: ")
 
 
 def _check_pretraining(run: Run, section: PretrainConfig) -> PreTrainedConfig:
@@ -197,7 +205,7 @@ def check_teacher(run: Run) -> None:
         assert recipe.teacher is not None
         # A path that the user names is taken as meant; the default is the student's.
         if recipe.teacher.path is None:
-            check_is_original(teacher.folder)
+            check_is_original(teacher.any_checkpoint)
             return
         name = f"teacher.path {recipe.teacher.path}"
         theirs = load_tokenizer(
@@ -356,8 +364,10 @@ def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
 
 
 def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
-    with errors_begin("connectivity."):
+    try:
         resolve_layers(connectivity.spec().layers, mask)
+    except UserError as error:
+        raise UserError(f"connectivity.{error}") from None
 
 
 def _check_evaluation(run: Run) -> None:

@@ -44,7 +44,8 @@ class Run:
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_folder_place(self.recipe.folder)
+        folder = self.recipe.output_dir
+        self.once(("folder", folder), lambda: check_folder_place(Path(folder)))
 
     def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
         """Return the result of `look_up`, which is called only once for each `key`."""

@@ -66,7 +66,21 @@ class Connectivity:
         # connectivities.
         object.__setattr__(self, "layers", parse_selection(self.layers))
         object.__setattr__(self, "mlp", parse_mlp(self.mlp))
-        refuse(*_SIDES, of=(self,))
+        if self.attention not in ("partial", "full"):
+            raise UserError(
+                f"attention: must be 'partial' or 'full', got {self.attention!r}"
+            )
+        if self.attention == "full" and self.mlp not in ("outdated", "full"):
+            raise UserError(
+                "connectivity: with attention: full a layer whose MLP side is regular is"
+                " a regular layer; select with `layers` alone, and mlp: outdated"
+            )
+        if self.attention == self.mlp == "full" and self.layers not in ("none", []):
+            raise UserError(
+                "connectivity: attention: full with mlp: full is the regular"
+                " connectivity, nothing would be rewired; set one of them (attention:"
+                " partial, mlp: outdated), or use layers: none"
+            )
 
     def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
         """Return the `farskip` field of a config: version, resolved layer indices, both
@@ -158,28 +172,6 @@ class Connectivity:
         # model.
         layers: Selection = field["layers"] or "none"
         return Connectivity(layers, field["attention"], field["mlp"])
-
-
-_SIDES: tuple[Rule, ...] = (
-    (
-        lambda spec: spec.attention not in ("partial", "full"),
-        "attention: must be 'partial' or 'full', got {0.attention!r}",
-    ),
-    (
-        lambda spec: spec.attention == "full" and spec.mlp not in ("outdated", "full"),
-        "connectivity: with attention: full a layer whose MLP side is regular is a"
-        " regular layer; select with `layers` alone, and mlp: outdated",
-    ),
-    (
-        lambda spec: (
-            spec.attention == spec.mlp == "full" and spec.layers not in ("none", [])
-        ),
-        "connectivity: attention: full with mlp: full is the regular connectivity,"
-        " nothing would be rewired; set one of them (attention: partial, mlp: outdated),"
-        " or use layers: none",
-    ),
-)
-"""Of a `Connectivity`."""
 
 
 def _version(field: Any) -> Any:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.checkpoint import has_tokenizer, read_config
+from fcsd.model.connectivity.checkpoint import Checkpoint, has_tokenizer, read_config
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.families import moe_mask
@@ -139,20 +139,19 @@ def check_teacher_folder(
     tell_of_untrained(config, name, teacher.folder)
 
 
-def check_is_original(folder: Path) -> None:
+def check_is_original(checkpoint: Checkpoint) -> None:
     """Raise UserError when a student would be compared with itself, because its
     checkpoint is rewired or trained already.
     """
-    config, _, connectivity = read_config(folder, any_family=True)
-    change = changed_by(config)
-    if connectivity is None and change is None:
+    change = changed_by(checkpoint.config)
+    if checkpoint.connectivity is None and change is None:
         return
-    if connectivity is not None:
+    if checkpoint.connectivity is not None:
         description = "is a FarSkip checkpoint"
     else:
         description = f"was {change} as a FarSkip checkpoint"
     raise UserError(
-        f"{folder}: {description}, so as its own teacher it would teach nothing; set"
+        f"{checkpoint.folder}: {description}, so as its own teacher it would teach nothing; set"
         " teacher.path to the original (backend sharded or cache), or model.path to the"
         " original"
     )
