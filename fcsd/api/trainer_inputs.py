@@ -28,8 +28,7 @@ from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
 from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
-from fcsd.data.rows import PackedRows
-from fcsd.data.workers import default_workers
+from fcsd.data.rows import PackedRows, default_workers
 from fcsd.model.autocast import computing_dtype
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import (

@@ -12,12 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import numpy as np
-
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS
-from fcsd.data.examples import MASKS
-from fcsd.data.shards import BAD, Shard
 from fcsd.data.sources import Source
 
 WARNED = 0.05  # share of the examples that were read
@@ -94,39 +90,6 @@ class ExampleCounts:
         return f"warning: {share} {reason}"
 
 
-def count_shard(
-    shard: Shard, first: np.ndarray, ends: np.ndarray, max_length: int
-) -> ExampleCounts:
-    """Count the examples of a shard by the part of them that rows of `max_length` hold.
-
-    first, ends: its arrays `first_loss` and `ends`.
-    """
-    lengths = np.diff(ends, prepend=0)
-    # Only examples that reach a row and are longer than it can be cut.
-    longer = np.flatnonzero(
-        (first >= 0) & (first < max_length) & (lengths > max_length)
-    )
-    num_cut = 0
-    if len(longer):
-        # Running totals tell whether an example has loss beyond `max_length`, without a
-        # loop over its tokens.
-        num_loss_before = np.concatenate([[0], np.cumsum(shard.array("loss"))])
-        num_cut = int(
-            (
-                num_loss_before[ends[longer]]
-                > num_loss_before[ends[longer] - lengths[longer] + max_length]
-            ).sum()
-        )
-    return ExampleCounts(
-        read=shard.record["num_rows"],
-        cut=num_cut,
-        without_loss=int(((first < 0) & (first != BAD)).sum()),
-        cut_away=int((first >= max_length).sum()),
-        bad=len(shard.record["bad"]),
-        overlapping=len(shard.record["overlaps"]),
-    )
-
-
 def no_rows(
     sources: Sequence[Source], counts: ExampleCounts, max_length: int
 ) -> UserError:
@@ -174,6 +137,8 @@ def _answer_of(columns: Mapping[Any, str]) -> str:
             f"column {columns['labels']!r} has only the label {NO_LOSS} after an"
             " example's first token"
         )
+    from fcsd.data.examples import MASKS
+
     if masks := [columns[name] for name in MASKS if name in columns]:
         return (
             f"{' and '.join(map(repr, masks))} mark no token after an example's first"

@@ -33,9 +33,8 @@ from fcsd.data.columns import check_meanings, column_meanings, refuse_unread
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint, scratch
-from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
-from fcsd.data.shards import Tokenizing, token_ids
+from fcsd.data.shards import Tokenizing
 from fcsd.data.sources import GivenSource, Source
 from fcsd.data.tokenizers import tokenizer_name
 from fcsd.data.values import (
@@ -308,6 +307,9 @@ def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> 
     """Raise UserError for a row with a token that is not in the model's vocabulary, or
     a label of another position.
     """
+    from fcsd.data.messages import BadExample
+    from fcsd.data.tokens import token_ids
+
     start = 0
     columns = data.with_format("numpy").select_columns(["input_ids", "labels"])
     # In blocks, so that a large data set need not fit into memory.

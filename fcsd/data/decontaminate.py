@@ -207,13 +207,15 @@ class Decontaminator:
         return None
 
     def note(
-        self, source: Source, num_examples: int, overlaps: Iterable[Overlap]
+        self, source: Source, num_examples: int, overlaps: Iterable[Mapping[str, str]]
     ) -> None:
-        """Record the examples of `source` that were checked, and the overlaps in them."""
+        """Record the examples of `source` that were checked, and the overlaps in them,
+        as they stand in the record of a shard.
+        """
         self.num_examples[_name(source)] += num_examples
-        self._overlaps |= {
-            (overlap.source, overlap.example_sha256): overlap for overlap in overlaps
-        }
+        for overlap in overlaps:
+            key = overlap["source"], overlap["example_sha256"]
+            self._overlaps[key] = Overlap(**overlap)
 
     def overlaps(self) -> list[dict[str, str]]:
         return [asdict(overlap) for overlap in self._overlaps.values()]

@@ -15,10 +15,17 @@ numbers alone.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import multiprocessing
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +35,23 @@ import torch
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
+from fcsd.base.helper import obey_only_parent
+from fcsd.base.memory import check_shared_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import row_of
-from fcsd.data.counts import ExampleCounts, count_shard, no_rows
-from fcsd.data.decontaminate import Decontaminator, Overlap
+from fcsd.data.counts import ExampleCounts, no_rows
 from fcsd.data.reading import Piece, read_pieces
-from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, keep_whole, write_arrays
+from fcsd.data.shards import (
+    BAD,
+    Shard,
+    Tokenizing,
+    Tokens,
+    count_shard,
+    keep_whole,
+    write_arrays,
+)
 from fcsd.data.sources import Source, open_source
-from fcsd.data.workers import default_workers, in_order
 
 _DRAWN = 1000  # random numbers at a time
 _FORMAT = 2  # of what is written
@@ -103,7 +118,7 @@ class _SourceTokens:
     num_read: examples of the shards that were handed out; shards: those that are
     written, in order; lengths: the tokens that each of their examples takes in a row,
     0 where none of them would be predicted; num_kept: their tokens, or examples where
-    rows are not packed; counts: what became of them.
+    rows are not packed; counts: what became of them, by shard.
     """
 
     def __init__(self, index: int, source: Source, folder: Path):
@@ -116,7 +131,8 @@ class _SourceTokens:
         self.opened = None if self.ended else open_source(source)
         if self.opened is not None:
             self.source, self.whole = self.opened.settings, self.opened.whole
-        self.num_read, self.num_kept, self.counts = 0, 0, ExampleCounts()
+        self.num_read, self.num_kept = 0, 0
+        self.counts: list[ExampleCounts] = []
         self.shards: list[Shard] = []
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
@@ -171,7 +187,7 @@ class _SourceTokens:
         self.num_kept += int(
             lengths.sum() if layout.packing else np.count_nonzero(lengths)
         )
-        self.counts += count_shard(shard, first, ends, layout.max_length)
+        self.counts.append(count_shard(shard, first, ends, layout.max_length))
         return shard.record
 
     def note_end(self) -> None:
@@ -222,7 +238,7 @@ def write_rows(
         return path
     # Building the index of test items is costly, so it waits until it is needed.
     decontaminator = tokenizing.decontaminator
-    if decontaminator is not None and not isinstance(decontaminator, Decontaminator):
+    if callable(decontaminator):
         tokenizing = replace(
             tokenizing, decontaminator=(decontaminator := decontaminator())
         )
@@ -237,7 +253,10 @@ def write_rows(
         bad_rows,
         default_workers() if num_workers is None else num_workers,
     )
-    counts = sum((source_tokens.counts for source_tokens in tokens), ExampleCounts())
+    counts = sum(
+        itertools.chain(*(source_tokens.counts for source_tokens in tokens)),
+        ExampleCounts(),
+    )
     if not rows:
         raise no_rows(
             [source_tokens.source for source_tokens in tokens],
@@ -288,9 +307,12 @@ def _write_missing(
     """Write missing shards until there are enough rows, and return the rows."""
 
     def work(job: _Job) -> None:
+        # The workers' alone: whoever only reads tokens knows nothing of templates.
+        from fcsd.data.tokens import write_tokens
+
         index, path, piece = job
         if piece is not None:
-            tokenizing.write(order.tokens[index].source, piece, path)
+            write_tokens(tokenizing, order.tokens[index].source, piece, path)
 
     # Shards come back in their order, however fast the workers are, so the rows do not
     # depend on the number of workers.
@@ -302,11 +324,11 @@ def _write_missing(
         for (index, path, _), _ in jobs:
             source_tokens = order.tokens[index]
             record = source_tokens.add(path, order.layout)
-            overlaps = [Overlap(**overlap) for overlap in record["overlaps"]]
-            num_rows = record["num_rows"]
+            overlaps, num_rows = record["overlaps"], record["num_rows"]
             bad_rows.add(record["bad"], num_rows - len(overlaps))
-            if isinstance(tokenizing.decontaminator, Decontaminator):
-                tokenizing.decontaminator.note(source_tokens.source, num_rows, overlaps)
+            if (decontaminator := tokenizing.decontaminator) is not None:
+                assert not callable(decontaminator)  # `write_rows` has called it
+                decontaminator.note(source_tokens.source, num_rows, overlaps)
             bar.update(num_rows)
             if (rows := order.enough()) is not None:
                 return rows
@@ -314,6 +336,89 @@ def _write_missing(
         # Every source is exhausted now, so the mixture may repeat their examples.
         source_tokens.ended = True
     return order.rows()
+
+
+MOST_WORKERS = 8
+
+_work: Callable[[Any], Any]  # of a worker, which has one for its life
+
+
+def default_workers() -> int:
+    """Return the number of processes that tokenize: one per core, eight at most. The
+    ranks are waiting meanwhile, so the cores are free.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(MOST_WORKERS, cores)
+
+
+def in_order(
+    work: Callable[[Any], Any], pieces: Iterator[Any], num_workers: int
+) -> Generator[tuple[Any, Any]]:
+    """Yield each piece with `work(piece)`, in the order of the pieces.
+
+    The workers are forks: `work` may be any function, and has access to the current
+    state of this process. This process does the work itself if there is a single piece,
+    or fewer than two workers. Raises UserError: a worker has ended, or `work` raised
+    it.
+    """
+    first = [
+        piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None
+    ]
+    # A daemon process must not have children.
+    alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")
+    if num_workers < 2 or len(first) < 2 or alone:
+        for piece in itertools.chain(first, pieces):
+            yield piece, work(piece)
+        return
+    check_shared_memory()
+    # Forks inherit the tokenizer, which need not be pickled.
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(
+        num_workers, context, initializer=_begin_worker, initargs=(work, os.getpid())
+    )
+    waiting: deque[tuple[Any, Future[Any]]] = deque()
+    try:
+        # A bounded queue keeps the pieces in memory few.
+        for piece in itertools.chain(first, pieces):
+            waiting.append((piece, _submit(pool, piece)))
+            if len(waiting) > num_workers:
+                earliest, future = waiting.popleft()
+                yield earliest, future.result()
+        while waiting:
+            earliest, future = waiting.popleft()
+            yield earliest, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "data: a tokenizing process has ended; the system may have killed it"
+            " because memory ran out. Run the same command again to continue from the"
+            " last shard"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns about forks of processes with threads; the child runs no
+        # code that takes their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pool.submit(_call_work, piece)
+
+
+def _begin_worker(work: Callable[[Any], Any], parent: int) -> None:
+    global _work
+    _work = work
+    # The collector need not scan the parent's objects again and again.
+    gc.freeze()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    obey_only_parent(parent)
+
+
+def _call_work(piece: Any) -> Any:
+    return _work(piece)
 
 
 class _Order:

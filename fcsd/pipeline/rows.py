@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,6 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import DecontaminateConfig, TrainingDataConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.dates import BEGAN, note_date, writes_date
-from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
 from fcsd.data.shards import MEANING
@@ -26,6 +25,9 @@ from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
+
+if TYPE_CHECKING:
+    from fcsd.data.decontaminate import Decontaminator
 
 _DATE = "date.json"  # beside a run's tokens: the date that its chat templates write
 
@@ -214,9 +216,10 @@ def _decontaminator(
     config: DecontaminateConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     data_root: Path | None,
-) -> Decontaminator | None:
+) -> "Decontaminator | None":
     if config is None:
         return None
+    from fcsd.data.decontaminate import Decontaminator, ItemIndex
     from fcsd.evaluation.items import suite_items
 
     items = suite_items(load_suite(config.suite), data_root, tokenizer)

@@ -23,14 +23,14 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.data import dates, reading, rows, shards, sources
+from fcsd.data import dates, reading, rows, shards, sources, tokens
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.data.local import data_fingerprint
+from fcsd.data.rows import in_order
 from fcsd.data.sources import open_source
-from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.join import join_launch
 from fcsd.pipeline.context import Run
@@ -177,13 +177,13 @@ def test_worker_processes_change_neither_files_nor_records_and_end(
 def test_kills_at_random_moments_leave_the_same_bytes(
     mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = shards.Tokenizing.write
+    write = tokens.write_tokens
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.02)
         write(*arguments)
 
-    monkeypatch.setattr(shards.Tokenizing, "write", slow)
+    monkeypatch.setattr(tokens, "write_tokens", slow)
     whole, record = mixed(tmp_path / "whole")
     chooser, kills, status = random.Random(0), 0, -1
     while status != 0:
@@ -236,7 +236,7 @@ def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(
 def test_what_was_written_before_a_kill_is_not_tokenized_again(
     mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = shards.Tokenizing.write, 0
+    write, written = tokens.write_tokens, 0
 
     def counted(*arguments: Any) -> None:
         nonlocal written
@@ -245,7 +245,7 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
         written += 1
         write(*arguments)
 
-    monkeypatch.setattr(shards.Tokenizing, "write", counted)
+    monkeypatch.setattr(tokens, "write_tokens", counted)
     with pytest.raises(KeyboardInterrupt):
         mixed(tmp_path / "tokens")
     written = 100

@@ -15,9 +15,9 @@ from fcsd.data.chat import check_text
 from fcsd.data.config import SourceConfig
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.messages import BadExample
-from fcsd.data.shards import token_ids
 from fcsd.data.sources import columns_of, open_source
 from fcsd.data.template import message_form_of
+from fcsd.data.tokens import token_ids
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.results import text_hash

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.data.workers import MOST_WORKERS
+from fcsd.data.rows import MOST_WORKERS
 from fcsd.evaluation.kinds import KINDS
 from fcsd.model.families import expert_counts
 from fcsd.parallel.engine import Engine
