@@ -5,6 +5,7 @@ Recipes and suites are both read through this module, so that their errors read 
 """
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -140,8 +141,8 @@ class Strict(BaseModel):
             UserError: one line that names the option: `--text-examples: …`.
         """
         names = {
-            name: flag_of(cls, name).lstrip("-").replace("-", "_")
-            for name in cls.model_fields
+            name: flag.lstrip("-").replace("-", "_")
+            for name, flag in flags_of(cls).items()
         }
         values = {
             name: options[key]
@@ -170,13 +171,25 @@ def option(
     return Field(default, description=help, json_schema_extra=extra or None, **bounds)
 
 
-def flag_of(record: Any, name: str) -> str:
-    """Return the name of the option that mirrors a field: `--tp`, or
+@functools.cache
+def flags_of(record: Any) -> dict[str, str]:
+    """Return the name of the option that mirrors each field of a record: `--tp`, or
     `--tensor-parallel`.
     """
-    field = getattr(record, "model_fields", {}).get(name)
-    extra = field.json_schema_extra if field is not None else None
-    return str((extra or {}).get("flag", f"--{name.replace('_', '-')}"))
+    flags = {}
+    for name, field in getattr(record, "model_fields", {}).items():
+        extra = field.json_schema_extra or {}
+        flags[name] = str(extra.get("flag", _flag(name)))
+    return flags
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_of(record: Any, name: str) -> str:
+    """Return the name of the option that mirrors a field."""
+    return flags_of(record).get(name, _flag(name))
 
 
 def like(record: type[BaseModel], name: str) -> Any:

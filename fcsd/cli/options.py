@@ -82,13 +82,14 @@ def field_options(
     `default=None` an absent option can be told from one that is given its default,
     which the help still names.
     """
-    from fcsd.base.strict import flag_of
+    from fcsd.base.strict import flags_of
 
+    flags = flags_of(record)
     undeclared = [
         name
         for name, field in record.model_fields.items()
         if field.description is not None
-        and flag_of(record, name) not in parser._option_string_actions
+        and flags[name] not in parser._option_string_actions
     ]
     for name in names or undeclared:
         field = record.model_fields[name]
@@ -133,7 +134,7 @@ def field_options(
             field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         )
         options |= {key: value for key, value in extra.items() if key != "flag"}
-        parser.add_argument(flag_of(record, name), **options | changes)
+        parser.add_argument(flags[name], **options | changes)
 
 
 def _number_or(words: list[str]) -> Callable[[str], int | str]:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets.builder import Key
 from datasets.utils.file_utils import xopen
 
-from fcsd.base.differences import without_none
+from fcsd.base.artifact import without_none
 
 _CHUNK_CHARACTERS = 10 << 20  # of a JSON file; the first ones name its columns
 _SPACE = re.compile(r"\s*")

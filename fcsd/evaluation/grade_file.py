@@ -32,7 +32,7 @@ from fcsd.evaluation.config import (
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import (
-    code_sample,
+    code_samples,
     evaluation_versions,
     save_result,
     task_result,
@@ -218,10 +218,8 @@ def _code(
             progress=True,
         )
         layers = pool.layers
-    samples = [
-        code_sample(row, problem, problem.prompt, programs[problem.task_id], grades)
-        for problem, grades in zip(graded, outcomes, strict=True)
-    ]
+    prompts = [problem.prompt for problem in graded]
+    samples = code_samples(row, graded, prompts, programs, outcomes)
     return Graded(samples, len(asked), len(problems), layers)
 
 

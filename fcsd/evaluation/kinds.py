@@ -2,9 +2,9 @@
 another machine. `fcsd.evaluation.steps` has what an evaluation does with them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
 Group = Literal["likelihood", "generation"]
 GROUPS: dict[Group, str] = {
@@ -29,7 +29,7 @@ class Kind:
     by_lm_eval: bool = False
     distance: bool = False
 
-    @property
+    @cached_property
     def writes(self) -> bool:
         """Whether the model writes; otherwise it is asked for likelihoods alone."""
         return self.group == "generation"
@@ -41,8 +41,3 @@ KINDS = {
     "code": Kind("generation", "the program that it writes"),
     "own_text": Kind("generation", "its own text", distance=True),
 }
-
-
-def task_kind(row: Mapping[str, Any]) -> Kind:
-    """Return the kind of a task's row in a result or a comparison."""
-    return KINDS[row["kind"]]

@@ -23,10 +23,10 @@ from fcsd.base.fingerprints import write_sealed
 from fcsd.base.stats import plain_mean, ratio, standard_error
 from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.scorer import Outcome, pass_at_k
+from fcsd.evaluation.code.scorer import Outcome
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
 from fcsd.evaluation.datasets import dataset_location, fetched_revision
-from fcsd.evaluation.kinds import KINDS, Kind, task_kind
+from fcsd.evaluation.kinds import KINDS, Kind
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.scores import floor_of
@@ -176,16 +176,30 @@ def generation_settings(
     }
 
 
-def code_sample(
+def code_samples(
     row: CodeTaskConfig,
+    problems: Sequence[Problem],
+    prompts: Sequence[str],
+    completions: Mapping[str, Sequence[str]],
+    outcomes: Sequence[Sequence[Outcome]],
+) -> list[dict[str, Any]]:
+    """Build the sample of each problem. Its score is the estimate of pass@k, so 0 or 1
+    for a single completion.
+    """
+    k = pass_k(row)
+    return [
+        _code_sample(k, problem, prompt, completions[problem.task_id], grades)
+        for problem, prompt, grades in zip(problems, prompts, outcomes, strict=True)
+    ]
+
+
+def _code_sample(
+    k: int,
     problem: Problem,
     prompt: str,
     completions: Sequence[str],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """Build the sample of one problem. Its score is the estimate of pass@k, so 0 or 1
-    for a single completion.
-    """
     sample: dict[str, Any] = {
         "doc_id": problem.task_id,
         # Another test makes another item, which is never compared with this one.
@@ -193,12 +207,12 @@ def code_sample(
             json.dumps([problem.prompt, *problem.base_tests, *problem.tests])
         ),
         "prompt_hash": text_hash(prompt),
-        "score": _pass_at_k(outcomes, pass_k(row)),
+        "score": _pass_at_k(outcomes, k),
         "target": problem.canonical,
         "prompt": end_of(prompt),
     }
     if problem.base_tests:
-        sample["base_score"] = _pass_at_k(outcomes, pass_k(row), base=True)
+        sample["base_score"] = _pass_at_k(outcomes, k, base=True)
     if len(outcomes) > 1:
         return sample | {
             "completions": list(completions),
@@ -220,6 +234,18 @@ def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> fl
         (outcome.base if base else outcome.outcome) == "passed" for outcome in outcomes
     )
     return pass_at_k(len(outcomes), passed, k)
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Compute the chance that one of k programs drawn without replacement from the
+    samples passes:
+
+    The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over
+    problems is pass@k.
+    """
+    if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_passed} passed of {num_samples} samples")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def task_result(
@@ -452,10 +478,10 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     }
 
 
-def _is_sample(value: Any, task_kind: Kind) -> bool:
+def _is_sample(value: Any, kind: Kind) -> bool:
     if not isinstance(value, dict):
         return False
-    if task_kind.distance:
+    if kind.distance:
         try:
             figures_of(value)
         except (KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -483,7 +509,7 @@ def read_samples(
     check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
-        if not _is_sample(sample, task_kind(row)):
+        if not _is_sample(sample, KINDS[row["kind"]]):
             raise UserError(
                 f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again"
             )

@@ -24,7 +24,7 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
-from fcsd.evaluation.kinds import KINDS, task_kind
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.own_text.text import figures_of
 
 Sample = Mapping[str, Any]
@@ -206,8 +206,8 @@ def compare(
             ) from None
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
-        } | _paired(pairs, higher_is_better=not task_kind(row).distance)
-        if task_kind(row).distance:
+        } | _paired(pairs, higher_is_better=not KINDS[row["kind"]].distance)
+        if KINDS[row["kind"]].distance:
             tasks[task] |= _own_text(original_samples, converted_samples)
         tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
         # Answers that were cut, or have thoughts, may explain a lower score.
@@ -251,7 +251,7 @@ def by_group(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     groups: dict[str, dict[str, Any]] = {}
     for task, row in tasks.items():
-        groups.setdefault(task_kind(row).group, {})[task] = row
+        groups.setdefault(KINDS[row["kind"]].group, {})[task] = row
     return groups
 
 
@@ -286,7 +286,7 @@ def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
     # The original has no distance from itself: nothing is to be tested.
     rows = []
     for row in tasks.values():
-        if task_kind(row).distance and not row["original"]:
+        if KINDS[row["kind"]].distance and not row["original"]:
             row |= {"verdict": "distance", "p_value": None, "p_holm": None}
         else:
             rows.append(row)
@@ -297,7 +297,7 @@ def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
         # With fractional scores many small gains may stand against few large losses.
         direction = row["gained"] - row["lost"]
         better = row["delta"]
-        if task_kind(row).distance:  # tested by its mean
+        if KINDS[row["kind"]].distance:  # tested by its mean
             direction = better = -better
         if p_value >= ALPHA or better * direction <= 0:
             # At the floor there is nothing to lose.
@@ -343,7 +343,7 @@ def _same_rules(
     """Yield what may not be of a task in two results that are compared."""
     scored = original_result["tasks"][task], converted_result["tasks"][task]
     yield (
-        not task_kind(scored[0]).distance
+        not KINDS[scored[0]["kind"]].distance
         and any(row.get("higher_is_better") is False for row in scored),
         f"lower is better in {scored[0]['metric']}; fcsd compares only metrics where"
         " higher is better; leave the task out with --tasks (in Python: tasks=[…])",
@@ -455,9 +455,9 @@ def floor_of(
     """
     if row.get("floor") is not None:
         return float(row["floor"])
-    if task_kind(row).distance:
+    if KINDS[row["kind"]].distance:
         return None
-    if task_kind(row).writes:
+    if KINDS[row["kind"]].writes:
         return 0.0
     metric = row["metric"].partition(",")[0]
     counts = [len(sample.get("loglikelihoods", ())) for sample in samples]

@@ -1,5 +1,6 @@
 """Write the turns of a prompt through the tokenizer's chat template."""
 
+from collections.abc import Callable
 from typing import Any
 
 from fcsd.base.errors import UserError
@@ -19,25 +20,28 @@ def require_chat_template(tokenizer: Any, row: TaskBase) -> None:
         )
 
 
-def chat_text(
-    tokenizer: Any,
-    thinking: bool,
-    turns: list[dict[str, str]],
-    add_generation_prompt: bool = True,
-    **given: Any,
-) -> str:
-    """Render turns as text, as lm-eval's model in memory does; without a generation
-    prompt the last turn is left open.
+def chat_writer(tokenizer: Any, thinking: bool) -> Callable[..., str]:
+    """Return what renders turns as text, as lm-eval's model in memory does: it takes
+    them, whether a generation prompt follows (without, the last turn is left open), and
+    options of the template, and tools, that the data have.
 
     thinking: asks a hybrid model for thoughts or for none; other templates ignore it.
-    given: options of the template, and tools, that the data have.
     """
-    options = {
-        **dated_options(tokenizer),
-        **thinking_options(tokenizer, thinking),
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": not add_generation_prompt,
-        **given,
-    }
-    with template_errors(tokenizer_name(tokenizer), "a prompt"):
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
+    name = tokenizer_name(tokenizer)
+    options = {**dated_options(tokenizer), **thinking_options(tokenizer, thinking)}
+
+    def write(
+        turns: list[dict[str, str]], add_generation_prompt: bool = True, **given: Any
+    ) -> str:
+        ending = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        with template_errors(name, "a prompt"):
+            return str(
+                tokenizer.apply_chat_template(
+                    turns, tokenize=False, **options | ending | given
+                )
+            )
+
+    return write

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, read_manifest
-from fcsd.base.differences import differences
+from fcsd.base.artifact import Stage, differences, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.base.strict import validate

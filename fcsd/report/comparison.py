@@ -14,7 +14,7 @@ from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
 from fcsd.base.text import fold, markdown, metric_words
-from fcsd.evaluation.kinds import task_kind
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.scores import compare, floor_of
@@ -388,7 +388,7 @@ def settings_tables(evaluated: Evaluated) -> list[str]:
         [
             task,
             metric_words(row["metric"]),
-            task_kind(row).scored_by,
+            KINDS[row["kind"]].scored_by,
             str(row["num_fewshot"]),
             "chat template" if row.get("chat_template") else "plain text",
             str(row["num_items"]),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fcsd.evaluation.kinds import task_kind
+from fcsd.evaluation.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def is_distance(row: Mapping[str, Any]) -> bool:
     """Tell whether a task's figure is a divergence from the original (own text); that
     of the mean over tasks is none.
     """
-    return "kind" in row and task_kind(row).distance
+    return "kind" in row and KINDS[row["kind"]].distance
 
 
 def unit_of(row: Mapping[str, Any]) -> Unit:

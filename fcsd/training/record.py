@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from fcsd.base.differences import changed_settings, differences
+from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.fingerprints import write_sealed

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.artifact import ADAPTER, Stage, check_outputs
-from fcsd.base.differences import differences
+from fcsd.base.artifact import ADAPTER, Stage, check_outputs, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_file_place,

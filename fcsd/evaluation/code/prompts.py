@@ -9,7 +9,7 @@ from fcsd.evaluation.answers import Question, Reader
 from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.evaluation.template import chat_text, require_chat_template
+from fcsd.evaluation.template import chat_writer, require_chat_template
 from fcsd.model.positions import num_positions
 from fcsd.training.generation import SAMPLING_SEED, Decoding, Sampling
 
@@ -28,7 +28,6 @@ def prompts(
     template = task.prompt_template
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
-    require_chat_template(tokenizer, task)
     if task.system_prompt:
         first = [{"role": "system", "content": task.system_prompt}]
     else:
@@ -37,18 +36,18 @@ def prompts(
         [*first, {"role": "user", "content": problem.text(template)}]
         for problem in problems
     ]
+    require_chat_template(tokenizer, task)
     # Unless told otherwise, hybrids spend their tokens on thoughts.
-    return [chat_text(tokenizer, bool(task.thinking), turn) for turn in turns]
+    return [*map(chat_writer(tokenizer, bool(task.thinking)), turns)]
 
 
 def prompt_tokens(
     config: Any,
     tokenizer: "PreTrainedTokenizerBase",
-    problems: Sequence[Problem],
+    texts: Sequence[str],
     task: CodeTaskConfig,
 ) -> list[list[int]]:
-    """Tokenize the prompts, and refuse one that leaves no room for its completion."""
-    texts = prompts(tokenizer, problems, task)
+    """Tokenize prompts, and refuse one that leaves no room for its completion."""
     # A chat template writes its own special tokens.
     tokens = [
         tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"]
@@ -66,9 +65,9 @@ def prompt_tokens(
 
 
 def questions_of(
-    backend: Backend, problems: Sequence[Problem], task: CodeTaskConfig
+    backend: Backend, texts: Sequence[str], task: CodeTaskConfig
 ) -> list[Question]:
-    """Return `num_samples` questions for each problem, in their order. Their answers
+    """Return `num_samples` questions for each prompt, in their order. Their answers
     are what follows the thoughts, up to the first stop string.
 
     Temperature 0 is greedy. The n-th sample of all is drawn with the n-th seed, so
@@ -78,7 +77,7 @@ def questions_of(
         Sampling(task.temperature, task.top_p) if task.temperature else None
     )
     thoughts, asked = backend.thoughts, list[Question]()
-    for prompt in prompt_tokens(backend.config, backend.tokenizer, problems, task):
+    for prompt in prompt_tokens(backend.config, backend.tokenizer, texts, task):
         reader = Reader(
             thoughts,
             str(thoughts.tokenizer.decode(prompt[-END_OF_PROMPT:])),

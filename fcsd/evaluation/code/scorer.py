@@ -9,7 +9,6 @@ order.
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,18 +69,6 @@ class Outcome:
 
 
 _CANONICAL_PASSED: dict[str, Outcome] = {}  # in this process, by sandbox and problem
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Compute the chance that one of k programs drawn without replacement from the
-    samples passes:
-
-    The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over
-    problems is pass@k.
-    """
-    if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} of {num_passed} passed of {num_samples} samples")
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:

@@ -12,7 +12,7 @@ from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
 from fcsd.evaluation.context import Answered, Context
 from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.progress import Work
-from fcsd.evaluation.results import code_sample
+from fcsd.evaluation.results import code_samples
 
 _GENERATED = ("test",)
 
@@ -46,7 +46,8 @@ def check_server(
     row: CodeTaskConfig, items: Sequence[Problem], limit: int | None, served: Served
 ) -> None:
     """Refuse a server whose context is too short."""
-    tokens = code_prompts.prompt_tokens(served.config, served.tokenizer, items, row)
+    texts = code_prompts.prompts(served.tokenizer, items, row)
+    tokens = code_prompts.prompt_tokens(served.config, served.tokenizer, texts, row)
     num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
     served.server.refuse(served.server.context_rule(row.task, num_tokens, "completion"))
 
@@ -61,7 +62,8 @@ def run(
     """Generate `num_samples` programs a problem on all ranks, and score them on the
     first, which has the scorer.
     """
-    answers = backend.answers(code_prompts.questions_of(backend, items, row))
+    prompts = code_prompts.prompts(context.tokenizer, items, row)
+    answers = backend.answers(code_prompts.questions_of(backend, prompts, row))
     by_problem = [
         answers[first : first + row.num_samples]
         for first in range(0, len(answers), row.num_samples)
@@ -83,11 +85,7 @@ def run(
         # Try once more with new servers: generating may have taken hours.
         except ScorerError:
             outcomes = context.scorer.score_samples(items, completions, **options)
-        texts = code_prompts.prompts(context.tokenizer, items, row)
-        return [
-            code_sample(row, problem, prompt, completions[problem.task_id], grades)
-            for problem, prompt, grades in zip(items, texts, outcomes, strict=True)
-        ]
+        return code_samples(row, items, prompts, completions, outcomes)
 
     at_limit = [[answer.at_limit for answer in several] for several in by_problem]
     thoughts = [[answer.thoughts for answer in several] for several in by_problem]

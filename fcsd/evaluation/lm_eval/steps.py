@@ -2,7 +2,6 @@
 by the answer that the model writes.
 """
 
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fcsd.evaluation.context import Answered, Context
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval import tasks
 from fcsd.evaluation.progress import Work
-from fcsd.evaluation.template import chat_text
+from fcsd.evaluation.template import chat_writer
 
 Tasks = dict[str, Any]
 
@@ -93,7 +92,7 @@ def prompts(
     limit: int | None,
 ) -> list[list[int]]:
     """Tokenize the documents' prompts as lm-eval does, without a first token of ours."""
-    chat = functools.partial(chat_text, tokenizer, bool(row.thinking))
+    chat = chat_writer(tokenizer, bool(row.thinking))
     return [
         tokenizer(str(requests[0].args[0]), add_special_tokens=False)["input_ids"]
         for task in tasks.load_task(row, suite, data_root, tokenizer).values()

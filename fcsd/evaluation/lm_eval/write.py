@@ -14,7 +14,7 @@ from typing import Any
 
 from fcsd.base.files import inside, write_json, write_text
 from fcsd.base.stats import pooled_standard_error, standard_error
-from fcsd.evaluation.kinds import task_kind
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.metrics import lm_eval_key
 from fcsd.evaluation.results import text_hash
 from fcsd.evaluation.scores import by_member
@@ -58,7 +58,7 @@ def write_lm_eval(
     # lm-eval has one file of samples for each member of a group, and a score for the
     # group.
     for task, row in result["tasks"].items():
-        if task_kind(row).distance:  # which lm-eval does not know
+        if KINDS[row["kind"]].distance:  # which lm-eval does not know
             continue
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
             samples[task], row["kind"]
@@ -73,11 +73,12 @@ def write_lm_eval(
                 items,
                 None if members else row.get("num_items_total"),
             )
-            if task_kind(row).writes and task in suite:
+            if KINDS[row["kind"]].writes and task in suite:
                 report["configs"][part]["generation_kwargs"] = _generation_kwargs(
                     suite[task]
                 )
-            rows = [_lm_eval_sample(item, row) for item in items]
+            metric, rule = lm_eval_key(row["metric"])
+            rows = [_lm_eval_sample(item, metric, rule) for item in items]
             # lm-eval also hashes a task from the hashes of its samples.
             report["task_hashes"][part] = text_hash(
                 "".join(
@@ -162,7 +163,7 @@ def _add_task(
 ) -> None:
     metric, rule = lm_eval_key(row["metric"])
     _add_scores(report, name, row, items)
-    generates = task_kind(row).writes
+    generates = KINDS[row["kind"]].writes
     higher_is_better = row.get("higher_is_better", True)
     report["configs"][name] = {
         "task": name,
@@ -208,9 +209,8 @@ def _generation_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lm_eval_sample(
-    sample: Mapping[str, Any], row: Mapping[str, Any]
+    sample: Mapping[str, Any], metric: str, rule: str
 ) -> dict[str, Any]:
-    metric, rule = lm_eval_key(row["metric"])
     prompt = sample.get("prompt", "")
     if "loglikelihoods" in sample:
         choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])

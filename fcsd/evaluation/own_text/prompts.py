@@ -21,7 +21,7 @@ from fcsd.data.tokens import token_ids
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.results import text_hash
-from fcsd.evaluation.template import chat_text, require_chat_template
+from fcsd.evaluation.template import chat_writer, require_chat_template
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _question(
         options["tools"] = tools
     turns = form.applied(messages)
     try:
-        text = chat_text(tokenizer, bool(row.thinking), turns, **options)
+        text = chat_writer(tokenizer, bool(row.thinking))(turns, **options)
     except UserError as error:
         raise BadExample(str(error)) from error
     ids = tokenizer(check_text(text), add_special_tokens=False)["input_ids"]

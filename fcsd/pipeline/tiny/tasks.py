@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.base.differences import differences
+from fcsd.base.artifact import differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, files_below, is_empty, new_folder
 from fcsd.base.fingerprints import read_sealed, write_sealed

@@ -27,8 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fcsd.base.artifact import versions
-from fcsd.base.differences import differences
+from fcsd.base.artifact import differences, versions
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     check_regular,

@@ -135,7 +135,8 @@ def complete(
     model: Any, tokenizer: Any, problems: list[Problem], task: Any, *, batch_size: int
 ) -> Any:
     backend = InMemoryBackend(model, tokenizer, batch_size, ALONE, progress=False)
-    answers = iter(backend.answers(questions_of(backend, problems, task)))
+    texts = prompts(tokenizer, problems, task)
+    answers = iter(backend.answers(questions_of(backend, texts, task)))
     return {
         problem.task_id: [next(answers).text for _ in range(task.num_samples)]
         for problem in problems
