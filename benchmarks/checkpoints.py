@@ -56,7 +56,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # no
 from turns import load_average  # noqa: E402
 
 from fcsd.base.text import size  # noqa: E402
-from fcsd.data.rows_config import RowsConfig  # noqa: E402
+from fcsd.data.config import RowsConfig  # noqa: E402
 from fcsd.parallel.join import join_launch  # noqa: E402
 from fcsd.pipeline.tiny.models import tiny_tokenizer  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402

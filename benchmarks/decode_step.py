@@ -53,7 +53,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.decode_devices import ALL_REDUCE, TRACED, Gpu, Rehearsal  # noqa: E402
 from benchmarks.decode_rank import ATTENTION, Rank, shape_of  # noqa: E402
-from fcsd.model.connectivity.config import ConnectivityConfig  # noqa: E402
+from fcsd.model.config import ConnectivityConfig  # noqa: E402
 from fcsd.parallel.overlap.measure import from_trace  # noqa: E402
 from fcsd.planning.cost.measured import Times, write_times  # noqa: E402
 

@@ -192,7 +192,7 @@ def train_with_fcsd(
 ) -> None:
     from unittest import mock
 
-    from fcsd.data.rows_config import RowsConfig
+    from fcsd.data.config import RowsConfig
     from fcsd.pipeline.tiny.models import tiny_tokenizer
     from fcsd.training import run as product
     from fcsd.training.arguments import Job

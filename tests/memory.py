@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fcsd.data.batches import next_token_targets
-from fcsd.data.rows_config import RowsConfig
+from fcsd.data.config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.join import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer

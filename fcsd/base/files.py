@@ -172,6 +172,38 @@ def read_unmarked_json(path: Path, hint: str) -> dict[str, Any]:
     return value
 
 
+def read_checkpoint_json(file: Path) -> dict[str, Any]:
+    """Return a JSON object from a file of a checkpoint; infinite numbers are spelled as
+    in `encoded_floats`, so that the object can be written as JSON.
+    """
+    hint = "make sure that this folder is a complete Hugging Face checkpoint, and fetch the file again"
+    encoded: dict[str, Any] = encoded_floats(read_unmarked_json(file, hint))
+    if nan_key := _not_a_number(encoded):
+        raise UserError(f"{file}: {nan_key} is NaN, a number is needed; {hint}")
+    return encoded
+
+
+def _not_a_number(value: Any, key_path: str = "") -> str | None:
+    """Return the dotted key of the first NaN; infinite numbers are in published
+    configs, and mean something.
+    """
+    if value == _NAN:
+        return key_path
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    nan_keys = (
+        _not_a_number(inner, f"{key_path}.{key}" if key_path else str(key))
+        for key, inner in items
+    )
+    return next(filter(None, nan_keys), None)
+
+
+_NAN = encoded_floats(math.nan)
+
+
 DEEPEST = 100
 """Levels to which data in JSON or YAML may be nested: any later traversal of them ends.
 """

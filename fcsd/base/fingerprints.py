@@ -10,9 +10,11 @@ Not covered: code that a checkpoint brings, unless the caller asks for it.
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import (
     encoded_floats,
     file_fingerprint,
+    file_state,
     parse_json,
     read_json,
     write_json,
@@ -48,6 +51,7 @@ _NOT_ENCODED = {
     "special_tokens_map_file",
 }
 _SEAL = "sha256"
+_BY_FIELDS = ("config.json", "generation_config.json")
 
 
 def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
@@ -57,33 +61,45 @@ def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
     a difference can be named; every other file by its hash. code: include the Python
     files, too.
     """
-    identity: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            identity[name] = _fields(folder / name)
-    modules = sorted(folder.glob("*.py")) if code else []
-    return (
-        identity
-        | tokenizer_files(folder)
-        | {file.name: file_fingerprint(file) for file in modules}
-    )
+    files = [folder / name for name in _BY_FIELDS if (folder / name).is_file()]
+    files += _files_of_tokenizer(folder)
+    files += sorted(folder.glob("*.py")) if code else []
+    return _identities(folder, files)
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:
     """Return the hashes of the files that a tokenizer or processor is read from, by
     their names.
     """
+    return _identities(folder, _files_of_tokenizer(folder))
+
+
+def _files_of_tokenizer(folder: Path) -> list[Path]:
     # A set, because a file may match several patterns.
-    files = {
-        file
-        for pattern in TOKENIZER_FILES
-        for file in folder.glob(pattern)
-        if file.is_file()
-    }
+    return sorted(
+        {
+            file
+            for pattern in TOKENIZER_FILES
+            for file in folder.glob(pattern)
+            if file.is_file()
+        }
+    )
+
+
+def _identities(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """Return the identity of each file, by its name in the folder; each is read once in
+    a process unless it changes.
+    """
+    states = [(file, file_state(file)) for file in files]
     return {
-        str(file.relative_to(folder)): _encoding_fingerprint(file)
-        for file in sorted(files)
+        str(file.relative_to(folder)): copy.deepcopy(_identity(file, state))
+        for file, state in states
     }
+
+
+@functools.cache
+def _identity(file: Path, state: tuple[int, ...]) -> Any:
+    return _fields(file) if file.name in _BY_FIELDS else _encoding_fingerprint(file)
 
 
 def _fields(file: Path) -> Any:

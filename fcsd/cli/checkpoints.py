@@ -52,8 +52,7 @@ def _calibrate(arguments: Namespace) -> None:
     default = EvaluationConfig.model_fields["suite"].default
     if not arguments.task and arguments.suite != default:
         raise UserError("--suite has no meaning without --task")
-    from fcsd.data.config import source_option
-    from fcsd.data.rows_config import RowsConfig
+    from fcsd.data.config import RowsConfig, source_option
     from fcsd.model.config import ModelConfig
     from fcsd.recipe.recipe import Recipe
     from fcsd.training.config import CalibrationConfig

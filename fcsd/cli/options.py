@@ -224,7 +224,7 @@ def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) ->
     layers: the default of --layers; None where an absent option must be told from
     `all` (see `connectivity_of`).
     """
-    from fcsd.model.connectivity.config import ConnectivityConfig
+    from fcsd.model.config import ConnectivityConfig
 
     help = (
         "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5"

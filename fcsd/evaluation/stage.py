@@ -42,7 +42,7 @@ from fcsd.evaluation.runner import (
 )
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.model.config import ModelConfig
-from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.stages import begin_stage, finish_stage
@@ -79,9 +79,7 @@ class EvaluatedFolder:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load its tokenizer."""
-        return load_tokenizer(
-            self.folder, trust_remote_code=self.config.trust_remote_code
-        )
+        return self.checkpoint.load_tokenizer()
 
     def load(self, launch: Launch) -> PreTrainedModel:
         """Load it in eval mode, as a rank of the launch holds it."""

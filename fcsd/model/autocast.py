@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.families.routers import find_routers
 
 # Without torch's kernel, transformers runs a loop, which is a separate operator.
 _OPERATORS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
@@ -163,6 +162,8 @@ def float32_routers(model: nn.Module) -> Iterator[None]:
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
+    from fcsd.model.families.routers import find_routers
+
     try:
         return [router.module for router in find_routers(model)]
     except UserError:  # a teacher may be dense, or of a family that fcsd does not know

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fcsd.base.errors import UserError
-from fcsd.model.families.routers import find_routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +71,8 @@ def kept_in_float32(model: "PreTrainedModel") -> set[str]:
 
 def kept_routers(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the routers whose parameters all stay in float32 in a bfloat16 model."""
+    from fcsd.model.families.routers import find_routers
+
     float32_names = kept_in_float32(model)
     try:
         routers = find_routers(model)

@@ -9,6 +9,7 @@ import torch
 
 from fcsd.base.artifact import check_checkpoint
 from fcsd.base.errors import UserError, check_kind, one_line
+from fcsd.base.files import read_checkpoint_json
 from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.weights import check_finite, weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
@@ -19,7 +20,6 @@ from fcsd.model.connectivity.checkpoint import (
     find_folder,
     has_tokenizer,
     read_checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.load import check_config, load_config, load_folder
 from fcsd.model.connectivity.modeling import register
@@ -86,6 +86,10 @@ class ModelFolder:
         text = config.get("text_config")
         size = (text if isinstance(text, dict) else config).get("vocab_size")
         return size if isinstance(size, int) else None
+
+    def load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Load the tokenizer in its folder; raises UserError as `load_tokenizer`."""
+        return _load_tokenizer(self.folder, self.config.trust_remote_code)
 
     def load_config(self, any_family: bool = False) -> Any:
         """Return its config object, with upstream's defaults filled in; for an unknown
@@ -223,9 +227,12 @@ def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer in the folder of a checkpoint."""
+    return _load_tokenizer(find_folder(path), trust_remote_code)
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    folder = find_folder(path)
     files_like(folder, (CONFIG,))
     check_carried(folder)
     if not has_tokenizer(folder):

@@ -19,7 +19,6 @@ from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.shard import shard_teacher
 
 
 def check_device_map(device_map: Any, launch: Launch) -> None:
@@ -89,6 +88,8 @@ def load_for_evaluation(
         return _load_whole(model, launch.device)
     loaded = load_for_launch(model, launch, any_family=True)
     if engine.shards_when_placed:
+        from fcsd.parallel.shard import shard_teacher
+
         shard_teacher(loaded, launch)
     return loaded
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,9 @@ from fcsd.model.families.structure import head_and_body
 from fcsd.parallel.engine import Engine, Precision
 from fcsd.parallel.gathered import Shards, reshard
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.sender import Sender
+
+if TYPE_CHECKING:
+    from fcsd.parallel.sender import Sender
 
 
 def own_part(parameter: Any) -> Any:
@@ -79,6 +81,8 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
         *([layer] for layer in layers),
         *([[embedding, head]] if tied else [[embedding], [head]]),
     ]
+    from fcsd.parallel.sender import Sender
+
     sender = Sender(model, launch)
     if engine.uses_deepspeed:
         moe_leaves(model)
@@ -132,6 +136,8 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
         return model.__dict__["_whole_head"]
     layers = _decoder_layers(model, engine)
     embedding: Any = model.get_input_embeddings()
+    from fcsd.parallel.sender import Sender
+
     sender = Sender(model, launch)
     if embedding.weight is head.weight:
         # The embedding will be sharded and the head not, so the tie is cut.

@@ -19,17 +19,16 @@ from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, check_server
 from fcsd.evaluation.datasets import dataset_location
-from fcsd.evaluation.lm_eval.packages import provide_packages
-from fcsd.evaluation.lm_eval.tasks import task_folder
+from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import base_model_class, register
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
-from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer
+from fcsd.model.load import ModelFolder, load_checkpoint
 from fcsd.model.positions import check_positions
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import check_precision
@@ -208,9 +207,7 @@ def check_teacher(run: Run) -> None:
             check_is_original(teacher.any_checkpoint)
             return
         name = f"teacher.path {recipe.teacher.path}"
-        theirs = load_tokenizer(
-            teacher.folder, trust_remote_code=teacher.config.trust_remote_code
-        )
+        theirs = teacher.load_tokenizer()
         refuse_other_tokenizer(theirs, run.tokenizer, name)
         check_teacher_folder(
             teacher,

@@ -19,7 +19,7 @@ from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.progress import Progress
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
-from fcsd.model.load import ModelFolder, find_model, load_tokenizer
+from fcsd.model.load import ModelFolder, find_model
 from fcsd.parallel.launch import Launch
 from fcsd.recipe.layout import RunLayout
 from fcsd.recipe.recipe import Recipe
@@ -124,13 +124,7 @@ class Run:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the original."""
-        original = self.original
-        return self.once(
-            "tokenizer",
-            lambda: load_tokenizer(
-                original.folder, trust_remote_code=original.config.trust_remote_code
-            ),
-        )
+        return self.once("tokenizer", self.original.load_tokenizer)
 
     @property
     def studies_layers(self) -> bool:

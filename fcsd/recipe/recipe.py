@@ -43,8 +43,7 @@ from fcsd.evaluation.config import (
     TaskConfig,
 )
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.config import ModelConfig
-from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.model.config import ConnectivityConfig, ModelConfig
 from fcsd.recipe.layout import MAIN, RESERVED
 from fcsd.training.config import (
     CalibrationConfig,

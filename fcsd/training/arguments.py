@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.data.rows_config import RowsConfig
+from fcsd.data.config import RowsConfig
 from fcsd.parallel.engine import Engine, checkpoints_activations
 from fcsd.parallel.launch import Launch
 from fcsd.training.config import REPORTERS, Sections

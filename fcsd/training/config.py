@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import Rule, UserError
 from fcsd.base.strict import Strict, option
-from fcsd.data.rows_config import RowsConfig
+from fcsd.data.config import RowsConfig
 from fcsd.model.config import DROP_NEEDS_A_CAPACITY
 from fcsd.training.losses.objectives import ObjectiveConfig
 

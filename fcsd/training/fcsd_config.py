@@ -14,9 +14,8 @@ from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.strict import Strict, validate
-from fcsd.data.rows_config import RowsConfig
-from fcsd.model.config import ModelConfig
-from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.data.config import RowsConfig
+from fcsd.model.config import ConnectivityConfig, ModelConfig
 from fcsd.model.connectivity.spec import Connectivity, connectivity_of
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
 from fcsd.training.arguments import TrainerArguments

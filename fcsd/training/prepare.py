@@ -7,7 +7,7 @@ storage.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -15,17 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
-from fcsd.model.families.capacity import dropping
-from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import has_adapters, head_and_body
 from fcsd.model.quantised.methods import model_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
 from fcsd.training.config import Sections, UpdateConfig
-from fcsd.training.losses.balance import Balance, refuse_loss_of_the_model
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import ModelTeacher, Teacher, cast_teacher
+
+if TYPE_CHECKING:
+    from fcsd.model.families.routers import Router
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,32 @@ def check_student(
     if objective.freeze_routers:
         routers_to_freeze(student)
     if train.balances:
+        from fcsd.training.losses.balance import Balance
+
         Balance(train, student, None)
     if train.capacity_factor is not None:
+        from fcsd.model.families.capacity import dropping
+
         drop = train.capacity_drop or "order"
         with dropping(student, train.capacity_factor, drop, training_only=True):
             pass
     refuse(*_vocabulary_rules(student, teacher_rows, tokenizer, objective))
+
+
+def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:
+    """Raise UserError if a model's config requests transformers' router loss, which
+    fcsd does not compute, and `train` sets no other loss.
+    """
+    asked = any(
+        getattr(model_config, "output_router_logits", False) is True
+        for model_config in (config, config.get_text_config())
+    )
+    if asked and train.balance_loss_coefficient is None:
+        raise UserError(
+            "output_router_logits: true in the model's config has no effect here; set"
+            " train.balance_loss_coefficient to balance the experts, or"
+            " output_router_logits to false in the config"
+        )
 
 
 def prepare_student(
@@ -137,8 +157,10 @@ def freeze_routers(model: PreTrainedModel) -> None:
         router.module.requires_grad_(False)
 
 
-def routers_to_freeze(model: PreTrainedModel) -> list[Router]:
+def routers_to_freeze(model: PreTrainedModel) -> "list[Router]":
     """Find the routers; UserError unless there is one for each MoE layer."""
+    from fcsd.model.families.routers import find_routers
+
     try:
         return find_routers(model)
     except UserError as error:

@@ -6,7 +6,7 @@ engine and on any number of ranks.
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from fcsd.base.files import read_json, write_json
 from fcsd.model.connectivity.marks import TRAINED
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state
-from fcsd.training.averaging import WeightAverage, scored
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, TrainingState
 from fcsd.training.checkpoints import BALANCE_FILE, GUARD_FILE, STOPPER_FILE
 from fcsd.training.config import UpdateConfig
@@ -32,6 +31,7 @@ from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.step_loss import StepLoss
 
 if TYPE_CHECKING:
+    from fcsd.training.averaging import WeightAverage
     from fcsd.training.early_stopping import EarlyStopper
 
 TRAINER_STATE = "trainer_state.json"
@@ -54,7 +54,7 @@ class ResumableTrainer(Trainer):
     guarded: GuardedSteps
     checkpoint_writer: CheckpointWriter
     continued_from: Path | None = None
-    average: WeightAverage | None = None
+    average: "WeightAverage | None" = None
     stopper: "EarlyStopper | None" = None
 
     @property
@@ -66,6 +66,10 @@ class ResumableTrainer(Trainer):
         """Give the model, within the block, the weights that are scored and saved: with
         ema_decay their average.
         """
+        if self.average is None:
+            return nullcontext()
+        from fcsd.training.averaging import scored
+
         return scored(self.average, self.plain_model, self.optimizer)
 
     def note_training(self) -> None:

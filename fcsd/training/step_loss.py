@@ -6,7 +6,7 @@ number, so it does not depend on how a batch is cut.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,18 @@ from fcsd.data.batches import (
     next_token_targets,
     trim_padding,
 )
-from fcsd.model.families.capacity import Dropping, dropping
 from fcsd.model.families.structure import packing_of, unwrapped
 from fcsd.parallel.failure import in_step
 from fcsd.training.config import UpdateConfig
-from fcsd.training.losses.balance import Balance
 from fcsd.training.losses.head import refuse_packing
-from fcsd.training.losses.hidden_terms import StreamDistance, captured_streams
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
 from fcsd.training.meters import Meters
 from fcsd.training.teachers.base import Teacher
+
+if TYPE_CHECKING:
+    from fcsd.model.families.capacity import Dropping
+    from fcsd.training.losses.balance import Balance
+    from fcsd.training.losses.hidden_terms import StreamDistance
 
 
 class StepLoss:
@@ -39,7 +41,7 @@ class StepLoss:
         objective: ObjectiveConfig,
         teacher: Teacher | None,
         accelerator: Any,
-        balance: Balance | None = None,
+        balance: "Balance | None" = None,
     ):
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
@@ -47,7 +49,9 @@ class StepLoss:
         self.dropping: Dropping | None = None  # set within `capped`
         self.distance: StreamDistance | None = None
         if isinstance(objective, KLWithL2ObjectiveConfig):
-            self.distance = StreamDistance(objective, 1)
+            from fcsd.training.losses import hidden_terms
+
+            self.distance = hidden_terms.StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged)
         # whether packed examples would see each other; known once a step has begun
         self._may_leak: bool | None = None
@@ -62,6 +66,8 @@ class StepLoss:
         if train.capacity_factor is None:
             yield
             return
+        from fcsd.model.families.capacity import dropping
+
         drop = train.capacity_drop or "order"
         with dropping(
             student, train.capacity_factor, drop, training_only=True
@@ -141,6 +147,8 @@ class StepLoss:
         # Hooks record streams and routes of this one forward pass.
         with ExitStack() as stack:
             if distance is not None:
+                from fcsd.training.losses.hidden_terms import captured_streams
+
                 streams = stack.enter_context(captured_streams(model))
             routes = None
             if self.balance is not None:

@@ -31,11 +31,9 @@ from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.parts import begin_in_float32
 from fcsd.training.argument_rules import REENTRANT
-from fcsd.training.averaging import WeightAverage
 from fcsd.training.checkpoint_writer import CheckpointWriter
 from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections
-from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts
 from fcsd.training.record import TrainingRecord
 from fcsd.training.resumable import ResumableTrainer
@@ -110,6 +108,8 @@ class DistillTrainer(ResumableTrainer):
         self.settings, self.teacher = sections.train, teacher
         balance = None
         if sections.train.balances:
+            from fcsd.training.losses.balance import Balance
+
             balance = Balance(sections.train, model, self.accelerator)
         self.step_loss = StepLoss(
             sections.objective, teacher, self.accelerator, balance
@@ -124,6 +124,8 @@ class DistillTrainer(ResumableTrainer):
         )
         self.own_text: OwnText | None = None  # where the student writes, too
         if sections.train.ema_decay is not None:
+            from fcsd.training.averaging import WeightAverage
+
             keeps_start = changed_by(self.plain_model.config) is not None
             self.average = WeightAverage(
                 sections.train.ema_decay, launch.ranks, keeps_start=keeps_start

@@ -14,12 +14,16 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, safetensors_header, write_json
+from fcsd.base.files import (
+    new_folder,
+    read_checkpoint_json,
+    safetensors_header,
+    write_json,
+)
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
     Checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.marks import TRAINED

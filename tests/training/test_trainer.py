@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
 from fcsd.base.strict import validate
-from fcsd.data.rows_config import RowsConfig
+from fcsd.data.config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.launch import Launch

@@ -7,6 +7,8 @@ Not covered: outcomes of programs that depend on the order of sets are as random
 order.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -14,14 +16,16 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.memory import available_memory
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.code.problems import PROBE, Problem
 from fcsd.evaluation.code.sandbox.client import SandboxServer
 from fcsd.evaluation.code.sanitise import program_in
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.code.problems import Problem
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
 OUTCOME_CLASSES: tuple[OutcomeClass, ...] = (
@@ -124,7 +128,7 @@ class CodeScorer:
         self._canonical_s: dict[tuple[str, str], float] = {}
         self._servers: list[SandboxServer] = []
 
-    def __enter__(self) -> "CodeScorer":
+    def __enter__(self) -> CodeScorer:
         try:
             self._start()
         except BaseException:
@@ -189,7 +193,11 @@ class CodeScorer:
                 machine means anything.
         """
         limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
-        problems = [problem for problem in problems if problem.canonical] or [PROBE]
+        problems = [problem for problem in problems if problem.canonical]
+        if not problems:
+            from fcsd.evaluation.code.problems import PROBE
+
+            problems = [PROBE]
         jobs = [(problem, problem.canonical, limit) for problem in problems]
         sandbox = json.dumps(
             [self.layers, self.memory_bytes, self.disable, limit], sort_keys=True

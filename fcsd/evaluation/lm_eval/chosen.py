@@ -19,7 +19,7 @@ from fcsd.base.errors import UserError, refuse
 from fcsd.base.strict import did_you_mean, validate
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.lm_eval.metrics import FILTERS, METRICS, preferred
-from fcsd.evaluation.lm_eval.tasks import tasks_folder
+from fcsd.evaluation.lm_eval.packages import tasks_folder
 from fcsd.model.preserve import quiet
 
 _FEW = 40  # an error lists the tasks up to this number

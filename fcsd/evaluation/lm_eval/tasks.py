@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import data_dir
 from fcsd.base.strict import did_you_mean
 from fcsd.base.temporary import scratch_folder
 from fcsd.data.local import fresh_cache
@@ -29,13 +28,12 @@ from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, Suite
 from fcsd.evaluation.datasets import (
     damaged_file,
     dataset_location,
-    definition_folder,
     first_line,
     hub_advice,
 )
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
-from fcsd.evaluation.lm_eval.packages import provide_packages
+from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
 from fcsd.evaluation.progress import Work
 from fcsd.evaluation.results import generation_settings, lm_eval_sample
 from fcsd.evaluation.template import require_chat_template
@@ -201,27 +199,6 @@ def _check_data(
             f"task {name}: {row.num_fewshot} shots, but {location} ({shots}) has"
             f" {len(task.dataset[shots])} rows"
         )
-
-
-def tasks_folder() -> Path:
-    """Find lm-eval's own definitions."""
-    import lm_eval
-
-    return Path(str(lm_eval.__file__)).parent / "tasks"
-
-
-def task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
-    """Find the row's task YAML: beside the suite, in eval/tasks, or in lm-eval's tasks."""
-    if (folder := definition_folder(row, suite)) is not None:
-        return folder
-    name = row.lm_eval_include or row.task
-    if (folder := tasks_folder() / name).is_dir():
-        return folder.resolve()
-    raise UserError(
-        f"task {row.task}: no folder {name!r} with its definition beside the suite, in"
-        f" {data_dir('eval') / 'tasks'} or in lm-eval's tasks; set lm_eval_include to"
-        " the folder that holds its YAML"
-    )
 
 
 def _apply(task: Any, row: LMEvalTaskConfig) -> None:

@@ -5,11 +5,10 @@ shape from the file headers.
 import copy
 import fnmatch
 import functools
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     check_regular,
     decoded_floats,
-    encoded_floats,
     file_state,
     home,
     is_empty,
+    read_checkpoint_json,
     read_text,
     read_unmarked_json,
     safetensors_header,
@@ -68,7 +67,6 @@ _FETCHED = (
 """What is fetched from the Hub before the weight files that an index names. Code is
 stored, and run only where `trust_remote_code` allows it."""
 _FETCH_OR_REMOVE = "fetch it again, or remove it"
-_NAN = encoded_floats(math.nan)
 _LFS_POINTER = b"version https://git-lfs"
 _NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
@@ -320,35 +318,6 @@ def _check_link(file: Path, folder: Path) -> None:
         raise UserError(
             f"{file}: is a link to {target}, which does not exist; fetch the file again"
         )
-
-
-def read_checkpoint_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object from a file of a checkpoint; infinite numbers are spelled as
-    in `encoded_floats`, so that the object can be written as JSON.
-    """
-    hint = "make sure that this folder is a complete Hugging Face checkpoint, and fetch the file again"
-    encoded: dict[str, Any] = encoded_floats(read_unmarked_json(file, hint))
-    if nan_key := _not_a_number(encoded):
-        raise UserError(f"{file}: {nan_key} is NaN, a number is needed; {hint}")
-    return encoded
-
-
-def _not_a_number(value: Any, key_path: str = "") -> str | None:
-    """Return the dotted key of the first NaN; infinite numbers are in published
-    configs, and mean something.
-    """
-    if value == _NAN:
-        return key_path
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    nan_keys = (
-        _not_a_number(inner, f"{key_path}.{key}" if key_path else str(key))
-        for key, inner in items
-    )
-    return next(filter(None, nan_keys), None)
 
 
 def read_config(
@@ -614,6 +583,9 @@ def check_generation(folder: Path) -> None:
     file = folder / GENERATION
     if not os.path.lexists(file):
         return
+    state = file_state(file) if file.is_file() else None
+    if state in _SOUND:
+        return
     settings = decoded_floats(read_checkpoint_json(file))
     _check_types(settings, file, _SETTINGS)
     from transformers import GenerationConfig
@@ -627,6 +599,8 @@ def check_generation(folder: Path) -> None:
             f"{file}: transformers refuses its settings ({one_line(error)}); correct"
             " the file, or fetch it again"
         ) from None
+    if state is not None:
+        _SOUND.add(state)
 
 
 def _check_types(
@@ -657,15 +631,16 @@ def check_carried(folder: Path) -> list[Path]:
     for file in files:
         if file.suffix == ".json":
             # Vocabularies are large: each is parsed once in a process.
-            if (state := file_state(file)) not in _OBJECTS:
+            if (state := file_state(file)) not in _SOUND:
                 read_unmarked_json(file, "fetch the file again")
-                _OBJECTS.add(state)
+                _SOUND.add(state)
         elif file.suffix == ".jinja" and not read_text(file).strip():
             raise UserError(f"{file}: is empty; fetch the file again")
     return files
 
 
-_OBJECTS: set[tuple[int, ...]] = set()  # states of files that hold a JSON object
+# States of JSON files beside config and weights, in which nothing was found wrong.
+_SOUND: set[tuple[int, ...]] = set()
 
 
 @functools.cache

@@ -18,7 +18,14 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.artifact import check_checkpoint, command_record
 from fcsd.base.errors import UserError
-from fcsd.base.files import home, new_folder, read_json, write_json, writing
+from fcsd.base.files import (
+    home,
+    new_folder,
+    read_checkpoint_json,
+    read_json,
+    write_json,
+    writing,
+)
 from fcsd.base.temporary import beside
 from fcsd.base.weights import CONFIG_ONLY
 from fcsd.model.connectivity import rewire
@@ -31,7 +38,6 @@ from fcsd.model.connectivity.checkpoint import (
     check_weights_path,
     find_folder,
     read_checkpoint,
-    read_checkpoint_json,
     read_without_weights,
 )
 from fcsd.model.connectivity.extra_tensors import promised_layers

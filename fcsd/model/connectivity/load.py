@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import decoded_floats
+from fcsd.base.files import decoded_floats, read_checkpoint_json
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
@@ -18,7 +18,6 @@ from fcsd.model.connectivity.checkpoint import (
     find_folder,
     of_config,
     read_checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.extra_tensors import not_loaded
 from fcsd.model.connectivity.modeling import (
@@ -175,11 +174,11 @@ def misread_here(checkpoint: Checkpoint, requested: Any = None) -> str | None:
 
     requested: the `quantization_config` that it is called with.
     """
-    from fcsd.model.quantised.stored import why_misread
-
     quantisation = checkpoint.quantisation
     if quantisation is None or not is_dequantised_here(checkpoint.config, requested):
         return None
+    from fcsd.model.quantised.stored import why_misread
+
     reason = why_misread(checkpoint)
     return reason and f"{reason}; {dequantise_advice(quantisation)}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import decoded_floats
+from fcsd.base.files import decoded_floats, read_checkpoint_json
 from fcsd.base.weights import (
     INDEX,
     NAMED,
@@ -25,7 +25,6 @@ from fcsd.model.connectivity.checkpoint import (
     check_model_types,
     files_like,
     local_folder,
-    read_checkpoint_json,
 )
 from fcsd.model.inspect.memory import BYTES
 from fcsd.model.preserve import without_advice

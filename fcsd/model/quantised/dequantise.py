@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import read_checkpoint_json
 from fcsd.base.weights import Stored
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     find_folder,
     read_checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.quantised.copy import (
     CHUNK_VALUES,

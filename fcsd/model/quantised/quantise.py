@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import read_checkpoint_json
 from fcsd.base.weights import Stored
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
     find_folder,
     read_checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.stack import decoder_layers

@@ -23,7 +23,7 @@ from pydantic import Field
 from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.fingerprints import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
-from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.parallel.overlap.schedule import beside
 from fcsd.planning.cost.planned import Planned

@@ -12,7 +12,7 @@ from fcsd.evaluation.config import EvaluationConfig, LayerStudyConfig, Side, Sui
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.study import ModelStudy
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.training.config import CalibrationConfig
 

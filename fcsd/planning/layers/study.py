@@ -54,7 +54,7 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import packing_of
-from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
+from fcsd.model.load import ModelFolder, load_checkpoint, to_device
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.stages import begin_stage, finish_stage
@@ -464,9 +464,7 @@ def measuring(
     """
     ranks = launch.ranks
     suite = suite_of(study)
-    tokenizer = load_tokenizer(
-        source.folder, trust_remote_code=source.config.trust_remote_code
-    )
+    tokenizer = source.load_tokenizer()
     model = to_device(load_checkpoint(source), study.model.path, launch.device)
     # In a family that leaks between packed examples, the KL would depend on the
     # packing.

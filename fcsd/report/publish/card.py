@@ -21,6 +21,7 @@ from fcsd.base.files import (
     file_fingerprint,
     is_noise,
     new_folder,
+    read_checkpoint_json,
     read_json,
     write_text,
 )
@@ -30,7 +31,6 @@ from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     all_files,
     files_like,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.export import link_or_copy, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE

@@ -26,7 +26,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fcsd.base.errors import UserError, refuse
-from fcsd.base.files import check_regular, file_fingerprint, write_json, writing
+from fcsd.base.files import (
+    check_regular,
+    file_fingerprint,
+    read_checkpoint_json,
+    write_json,
+    writing,
+)
 from fcsd.base.fingerprints import content_fingerprint, read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder
 from fcsd.base.text import STEPS_BAR, progress_bar
@@ -36,7 +42,6 @@ from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
     read_checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.connectivity.rewire import rewired_layers

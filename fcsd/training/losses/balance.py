@@ -73,22 +73,6 @@ def balance_loss(
     return (probabilities * example_shares[examples]).sum()
 
 
-def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:
-    """Raise UserError if a model's config requests transformers' router loss, which
-    fcsd does not compute, and `train` sets no other loss.
-    """
-    asked = any(
-        getattr(model_config, "output_router_logits", False) is True
-        for model_config in (config, config.get_text_config())
-    )
-    if asked and train.balance_loss_coefficient is None:
-        raise UserError(
-            "output_router_logits: true in the model's config has no effect here; set"
-            " train.balance_loss_coefficient to balance the experts, or"
-            " output_router_logits to false in the config"
-        )
-
-
 class Balance:
     """The balance of one training's student.
 

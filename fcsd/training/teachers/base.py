@@ -23,7 +23,6 @@ from fcsd.model.dtypes import has_plain_weights, to_dtype
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.parallel.failure import further_in_step
 from fcsd.training.losses.head import LossHead, final_hidden
-from fcsd.training.losses.hidden_terms import captured_streams
 
 
 def cast_teacher(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -113,6 +112,8 @@ class LiveTeacher(Teacher):
     def hidden_and_streams(
         self, batch: Batch, keep: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
+        from fcsd.training.losses.hidden_terms import captured_streams
+
         with (
             self.as_teacher(),
             self.arithmetic(),

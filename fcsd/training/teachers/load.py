@@ -8,7 +8,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -29,14 +29,10 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.prepare import place_teacher
 from fcsd.training.teachers.base import Teacher
-from fcsd.training.teachers.cache import COMPUTING_DTYPE, CachedTeacher, HiddenCache
-from fcsd.training.teachers.cache_fill import (
-    fill_cache,
-    keyed,
-    spot_check,
-    verify_cache,
-)
 from fcsd.training.teachers.config import CachedTeacherConfig, TeacherConfig
+
+if TYPE_CHECKING:
+    from fcsd.training.teachers.cache import CachedTeacher
 
 # Fields of a configuration that change no hidden state; `identity` has the dtype
 # itself.
@@ -99,6 +95,8 @@ def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
         "hidden_size": output_head(teacher.model).in_features,
     }
     if teacher.loaded_dtype != teacher.dtype:
+        from fcsd.training.teachers.cache import COMPUTING_DTYPE
+
         facts[COMPUTING_DTYPE] = str(teacher.dtype).removeprefix("torch.")
     return facts
 
@@ -219,7 +217,10 @@ def _own_or_other(source: TeacherSource) -> PreTrainedModel:
 
 def _cached_teacher(
     source: TeacherSource, settings: CachedTeacherConfig
-) -> CachedTeacher:
+) -> "CachedTeacher":
+    from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
+    from fcsd.training.teachers.cache_fill import keyed, spot_check
+
     rows, launch, num_checked = source.rows, source.launch, settings.spot_check_rows
     facts = unloaded(source.model, source.dtype)
     weights = launch.ranks.from_first(lambda: source.model.weights)
@@ -266,6 +267,9 @@ def fill_teacher_cache(
     source: TeacherSource, folder: Path, *, verify: bool = False
 ) -> None:
     """Run the teacher over the training rows and store its hidden states in `folder`."""
+    from fcsd.training.teachers.cache import HiddenCache
+    from fcsd.training.teachers.cache_fill import fill_cache, verify_cache
+
     rows = source.rows
     # On one rank, because the fingerprint reads all weights.
     weights = source.launch.ranks.from_first(lambda: source.model.weights)

@@ -21,7 +21,8 @@ from fcsd.evaluation.code.prompts import prompts
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.lm_eval import chosen
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
-from fcsd.evaluation.lm_eval.tasks import _prediction, load_task, tasks_folder
+from fcsd.evaluation.lm_eval.packages import tasks_folder
+from fcsd.evaluation.lm_eval.tasks import _prediction, load_task
 from fcsd.evaluation.suites import changed_suite, load_suite
 from fcsd.training.generation import first_stop
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
