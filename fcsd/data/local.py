@@ -35,15 +35,14 @@ def is_path(name: str) -> bool:
     )
 
 
-def local_place(name: str, data_root: Path | None) -> Path:
-    """Return where a data set is on this machine, if it is there: below the data root
-    or, where that has none of this name, in the current folder.
+def local_place(path: Path, data_root: Path | None) -> Path:
+    """Return where the data set of a path (`home`) is on this machine, if it is there:
+    below the data root or, where that has none of this name, in the current folder.
     """
-    here = home(name)
-    if data_root is None or here.is_absolute():
-        return here
-    below = data_root / name
-    return here if here.exists() and not below.exists() else below
+    if data_root is None or path.is_absolute():
+        return path
+    below = data_root / path
+    return path if path.exists() and not below.exists() else below
 
 
 def data_fingerprint(location: str, revision: str | None = None) -> str:

@@ -47,32 +47,34 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     name, path = row.dataset, home(row.dataset)
     if path.is_absolute():
         return str(path)
+    folder = local_place(path, data_root)
+    root_exists = data_root is None or data_root.is_dir()
+    if root_exists and folder.exists():
+        in_root = data_root is not None and folder != path
+        return str(folder.resolve()) if in_root else name
     making = making_of(name, None if data_root is None else str(data_root))
-    if data_root is not None and not data_root.is_dir():
+    if not root_exists:
         raise UserError(f"{data_root}: no such folder (data root){making}")
-    folder = local_place(name, data_root)
-    if is_path(name) and not folder.exists():
+    if is_path(name):
         places = f", neither in the current folder nor below {data_root} (data root)"
         raise UserError(
             f"task {row.task}: {name}: no such file or folder"
             f"{'' if data_root is None else places}{making}"
         )
-    if data_root is None or (folder == path and folder.exists()):
+    if data_root is None:
         return name
-    if not folder.exists():
-        # The root is often taken for the folder around it, and the tiny data are made
-        # in that one: making them again would end here again.
-        if (data_root / "data" / row.dataset).exists():
-            raise UserError(
-                f"task {row.task}: {folder}: no such folder; the data sets are in"
-                f" {data_root / 'data'}; give that folder as the data root"
-            )
+    # The root is often taken for the folder around it, and the tiny data are made in
+    # that one: making them again would end here again.
+    if (data_root / "data" / row.dataset).exists():
         raise UserError(
-            f"task {row.task}: {folder}: no such folder; the data root must hold the"
-            f" data set {row.dataset} in the layout of its hub repository"
-            + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
+            f"task {row.task}: {folder}: no such folder; the data sets are in"
+            f" {data_root / 'data'}; give that folder as the data root"
         )
-    return str(folder.resolve())
+    raise UserError(
+        f"task {row.task}: {folder}: no such folder; the data root must hold the data"
+        f" set {row.dataset} in the layout of its hub repository"
+        + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
+    )
 
 
 def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:

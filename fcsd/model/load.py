@@ -1,5 +1,6 @@
 """Load the inputs of the stages: checkpoints, their configs and tokenizers."""
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,12 +99,17 @@ class ModelFolder:
         """
         checkpoint = self.any_checkpoint if any_family else self.checkpoint
         if checkpoint.family is not None:
-            return load_config(checkpoint)
+            # A copy, because whoever builds a model with it changes it.
+            return copy.deepcopy(self._known_config)
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(
             self.folder, trust_remote_code=self.config.trust_remote_code
         )
+
+    @cached_property
+    def _known_config(self) -> Any:
+        return load_config(self.checkpoint)
 
     def check_positions(
         self, max_length: int, *, key: str = "max_length", tell: bool = True

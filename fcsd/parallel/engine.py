@@ -19,6 +19,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -65,31 +66,31 @@ class Engine:
     expert_parallel: int = 1
     overlap: Overlap | None = None
 
-    @property
+    @cached_property
     def shards(self) -> bool:
         """Whether no rank holds the whole model."""
         return self.name in ("fsdp2", "zero3", "ep")
 
-    @property
+    @cached_property
     def shards_when_placed(self) -> bool:
         """Whether the first rank loads a model whole, and `fcsd.parallel.shard` gives
         each rank its shard.
         """
         return self.name in ("fsdp2", "zero3")
 
-    @property
+    @cached_property
     def spreads_experts(self) -> bool:
         """Whether transformers gives each rank its shard while it loads a checkpoint:
         some whole experts, and FSDP2 for the rest.
         """
         return self.name == "ep"
 
-    @property
+    @cached_property
     def has_dtensors(self) -> bool:
         """Whether a rank's shard of a parameter is a DTensor."""
         return self.name in ("fsdp2", "ep")
 
-    @property
+    @cached_property
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed manages optimiser and gradients."""
         return self.name == "zero3"

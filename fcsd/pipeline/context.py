@@ -103,14 +103,14 @@ class Run:
         """The original checkpoint: `model.path`, or the result of the pre-training
         (UserError until that has finished).
         """
-        path = Path(self.recipe.model_path)
-        if self.recipe.pretrain is not None and not path.is_dir():
+        path = self.recipe.model_path
+        if self.recipe.pretrain is not None and not Path(path).is_dir():
             raise UserError(
-                f"{path}: the pre-training has not finished; run `fcsd pretrain` first,"
+                f"{Path(path)}: the pre-training has not finished; run `fcsd pretrain` first,"
                 " with the same recipe and options, or `fcsd run`, which runs all"
                 " stages"
             )
-        return self._model(self.recipe.model_path, self.recipe.model)
+        return self._model(path, self.recipe.model)
 
     @cached_property
     def teacher(self) -> ModelFolder:

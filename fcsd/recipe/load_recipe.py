@@ -302,7 +302,7 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
     if source.path.lower() != graded.path.lower():
         # The same data may be named by its folder on disk, or by a file in it.
         path = home(source.path).resolve()
-        folder = local_place(graded.path, data_root).resolve()
+        folder = local_place(home(graded.path), data_root).resolve()
         if path.is_file() and folder in path.parents:
             splits = [path.stem]  # `openai/gsm8k/main/test.jsonl`
         elif path != folder or not path.exists():

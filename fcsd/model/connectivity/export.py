@@ -45,7 +45,6 @@ from fcsd.model.connectivity.load import (
     build_on_meta,
     check_tensors,
     config_and_class,
-    load_config,
     misread_here,
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
@@ -104,8 +103,12 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or
             cannot be written; `source` is already converted with this connectivity.
     """
-    checkpoint, family, _ = _checked(source, destination, revision, not config_only)
-    mask = moe_mask(load_config(checkpoint), family)
+    checkpoint, model_config, _ = _checked(
+        source, destination, revision, not config_only
+    )
+    family = checkpoint.family
+    assert family is not None
+    mask = moe_mask(model_config, family)
     current = checkpoint.connectivity
     if connectivity is None:
         # A checkpoint in another project's keys keeps the connectivity that they describe.
@@ -200,7 +203,9 @@ def unconvert_checkpoint(
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint, family, _ = _checked(source, destination, revision)
+    checkpoint, _, _ = _checked(source, destination, revision)
+    family = checkpoint.family
+    assert family is not None
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'),"
@@ -235,9 +240,10 @@ def export_checkpoint(
         UserError: as in `convert_checkpoint`; a connectivity that the keys cannot
         express (`to_instella`).
     """
-    checkpoint, family, extra = _checked(source, destination, revision)
+    checkpoint, model_config, extra = _checked(source, destination, revision)
+    assert checkpoint.family is not None
     connectivity = checkpoint.connectivity or Connectivity("none")
-    mask = moe_mask(load_config(checkpoint), family)
+    mask = moe_mask(model_config, checkpoint.family)
     config = to_instella(checkpoint.config, connectivity.field(mask), mask, str(source))
     # `to_instella` promises no MTP layers; here their tensors are in the weight files.
     if extra:
@@ -251,22 +257,23 @@ def _checked(
     destination: str | Path,
     revision: str | None,
     weights: bool = True,
-) -> tuple[Checkpoint, Family, set[str]]:
-    """Return a checkpoint with complete files, its family, and the names of tensors
-    that no model loads; do not check weights that do not count.
+) -> tuple[Checkpoint, Any, set[str]]:
+    """Return a checkpoint of a known family with complete files, its config object, and
+    the names of tensors that no model loads; do not check weights that do not count.
     """
     check_weights_path(Path(destination))
     folder = find_folder(source, revision, weights=weights)
     if weights:
         check_checkpoint(folder)
         checkpoint = read_checkpoint(folder)
-        extra = check_tensors(checkpoint, *config_and_class(checkpoint))
+        config, cls = config_and_class(checkpoint)
+        extra = check_tensors(checkpoint, config, cls)
     else:
         # Without tensors to compare, building the model checks the config.
         checkpoint, extra = read_without_weights(folder), set()
-        build_on_meta(checkpoint, *config_and_class(checkpoint))
-    assert checkpoint.family is not None
-    return checkpoint, checkpoint.family, extra
+        config, cls = config_and_class(checkpoint)
+        build_on_meta(checkpoint, config, cls)
+    return checkpoint, config, extra
 
 
 def _write(

@@ -26,7 +26,7 @@ from fcsd.model.connectivity.modeling import (
     farskip_config_class,
     farskip_model_class,
     modeling_module,
-    register,
+    register_families,
     with_farskip,
     without_farskip,
 )
@@ -315,7 +315,7 @@ def config_and_class(
     """
     family = checkpoint.family
     assert family is not None
-    register(family.model_type)
+    register_families(family)
     _check_classes(checkpoint, experts_implementation)
     config = load_config(checkpoint)
     mask = moe_mask(config, family)

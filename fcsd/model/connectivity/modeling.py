@@ -325,19 +325,23 @@ def register(model_type: str | None = None) -> None:
     Raises:
         UserError: the family is refused or not supported.
     """
-    import transformers
-    from transformers import AutoConfig, AutoModel
-
     if model_type is None:
-        families = list(FAMILIES.values())
+        register_families(*FAMILIES.values())
     elif (base := base_model_type(model_type)) in FAMILIES:
-        families = [FAMILIES[base]]
+        register_families(FAMILIES[base])
     else:
         check_not_refused(model_type)
         raise UserError(
             f"model type '{model_type}' is not supported; `fcsd families` lists those"
             " that are"
         )
+
+
+def register_families(*families: Family) -> None:
+    """Register the classes of families, as `register`."""
+    import transformers
+    from transformers import AutoConfig, AutoModel
+
     for family in families:
         module = modeling_module(family)
         for prefix in ("FarSkip", "") if family.like else ("FarSkip",):

@@ -494,7 +494,7 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
     for path, by in graded.items():
         if path in inventable or _leads_out(path):
             continue
-        place = local_place(path, Path(root) if root is not None else None)
+        place = local_place(home(path), Path(root) if root is not None else None)
         if place.exists():
             user_test_sets[path] = place.resolve()
         else:
