@@ -219,7 +219,7 @@ OPEN = {
         "artifact", "errors", "files", "fingerprints", "memory", "strict", "temporary", "terminal", "text", "weights",
     ],
     "model": [
-        "config", "connectivity.checkpoint", "connectivity.export", "connectivity.load", "connectivity.marks",
+        "config", "connectivity.checkpoint", "connectivity.export", "connectivity.load",
         "connectivity.modeling", "connectivity.spec", "families", "families.capacity", "families.choices",
         "families.routers", "families.structure", "inspect.checkpoint", "load",
     ],

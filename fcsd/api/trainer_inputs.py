@@ -36,8 +36,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint,
     read_config,
 )
-from fcsd.model.connectivity.marks import changed_by
-from fcsd.model.connectivity.spec import field_text
+from fcsd.model.connectivity.spec import changed_by, field_text
 from fcsd.model.dtypes import dtype_of, is_in_dtype, without_storage
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import (

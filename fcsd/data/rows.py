@@ -144,6 +144,8 @@ class _SourceTokens:
         number = next(
             number for number in itertools.count() if not keep_whole(self._path(number))
         )
+        if not self._end.is_file():
+            return None
         with contextlib.suppress(UserError):
             if read_json(self._end, keys=["shards"])["shards"] == number:
                 return number

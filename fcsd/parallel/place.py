@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from fcsd.base.artifact import check_checkpoint
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.weights import weight_files
-from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch

@@ -47,7 +47,6 @@ from fcsd.model.dtypes import kept_in_float32, kept_routers
 from fcsd.model.families import family_of
 from fcsd.model.families.structure import head_and_body
 from fcsd.parallel.engine import Engine, Precision
-from fcsd.parallel.gathered import Shards, reshard
 from fcsd.parallel.launch import Launch
 
 if TYPE_CHECKING:
@@ -185,6 +184,8 @@ def whole_model(
     dtypes: of the gathered tensors, by name, the same on all ranks; a tensor without an
     entry keeps its dtype.
     """
+    from fcsd.parallel.gathered import reshard
+
     reshard(model)
     first = launch.first
     tensors: dict[str, Tensor] = {}
@@ -333,6 +334,8 @@ def _fully_shard(
     num_bytes = sum(
         p.numel() * (policy.param_dtype or p.dtype).itemsize for p in root.parameters()
     )
+    from fcsd.parallel.gathered import Shards
+
     root.__dict__["_shards"] = Shards(gathered, num_bytes, launch.device)
     root._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers: generate in lock-step
 

@@ -15,9 +15,8 @@ from fcsd.base.temporary import discard_folder
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_fingerprint
 from fcsd.evaluation.datasets import test_set_fingerprints
-from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.checkpoint import all_files
-from fcsd.model.connectivity.export import link_or_copy
+from fcsd.model.connectivity.export import convert_checkpoint, link_or_copy
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.place import load_for_launch

@@ -18,7 +18,7 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import EvaluationConfig, check_batch_size
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity import convert_checkpoint
+from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run

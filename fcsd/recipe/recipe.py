@@ -453,24 +453,24 @@ class Recipe(Strict):
     output_dir: FolderPath
     seed: int = Field(0, ge=0)
     pretrain: PretrainConfig | None = None
-    model: ModelConfig = ModelConfig()
-    connectivity: ConnectivityConfig = ConnectivityConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    connectivity: ConnectivityConfig = Field(default_factory=ConnectivityConfig)
     calibration: CalibrationConfig | None = None
     data: DataConfig
-    objective: ObjectiveConfig = KLObjectiveConfig()
+    objective: ObjectiveConfig = Field(default_factory=KLObjectiveConfig)
     # null: backend sharded, where the objective has a teacher
     teacher: TeacherConfig | None = None
     lora: AdapterConfig | None = None  # null: all weights are trained
-    train: TrainConfig = TrainConfig()
-    safety: SafetyConfig = SafetyConfig()
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    safety: SafetyConfig = Field(default_factory=SafetyConfig)
     early_stopping: EarlyStoppingConfig | None = None
     sweep: SweepConfig | None = None
     # Further distillations of the same model; each is this recipe with some dotted keys
     # replaced: {sft: {objective.name: sft}, last-50: {connectivity.layers: {last:
     # 50%}}}. In a recipe that only pre-trains they are further pre-trainings.
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
-    evaluation: EvaluationConfig = EvaluationConfig()
-    publication: PublicationConfig = PublicationConfig()
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    publication: PublicationConfig = Field(default_factory=PublicationConfig)
 
     @field_validator("variants")
     @classmethod

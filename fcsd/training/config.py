@@ -314,7 +314,7 @@ class Sections(Strict):
     objective: ObjectiveConfig
     train: UpdateConfig
     data: RowsConfig
-    safety: SafetyConfig = SafetyConfig()
+    safety: SafetyConfig = Field(default_factory=SafetyConfig)
 
 
 class CalibrationConfig(Strict):

@@ -25,7 +25,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from fcsd.base.errors import UserError
 from fcsd.model.autocast import autocast_experts
-from fcsd.model.connectivity.marks import changed_by
+from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch

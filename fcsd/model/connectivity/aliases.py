@@ -38,8 +38,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
-from fcsd.model.connectivity.marks import CALIBRATED, TRAINED
-from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.spec import CALIBRATED, TRAINED, Connectivity
 from fcsd.model.families import ALIASES, FAMILIES, PREFIX, base_model_type, moe_mask
 from fcsd.model.families.family import MOE_LAYERS
 

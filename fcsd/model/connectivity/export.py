@@ -40,7 +40,6 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint,
     read_without_weights,
 )
-from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.load import (
     build_on_meta,
     check_tensors,
@@ -247,6 +246,8 @@ def export_checkpoint(
     config = to_instella(checkpoint.config, connectivity.field(mask), mask, str(source))
     # `to_instella` promises no MTP layers; here their tensors are in the weight files.
     if extra:
+        from fcsd.model.connectivity.extra_tensors import promised_layers
+
         config["num_nextn_predict_layers"] = promised_layers(checkpoint.config)
     with new_folder(Path(destination), replaces=False) as folder:
         _write(source, checkpoint, folder, config)

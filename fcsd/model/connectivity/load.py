@@ -19,7 +19,6 @@ from fcsd.model.connectivity.checkpoint import (
     of_config,
     read_checkpoint,
 )
-from fcsd.model.connectivity.extra_tensors import not_loaded
 from fcsd.model.connectivity.modeling import (
     base_config_class,
     base_model_class,
@@ -499,6 +498,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     unexpected = {*checkpoint.shapes} - {*in_files, *in_memory, *tied}
     if not unexpected:
         return set()
+    from fcsd.model.connectivity.extra_tensors import not_loaded
+
     assert checkpoint.family is not None
     left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
     if unknown := sorted(unexpected - left_out):
@@ -653,6 +654,8 @@ def _loading_problem(
     """Return the first thing that transformers' loading report finds wrong, or None."""
     unexpected = {*info["unexpected_keys"]}
     if unexpected and checkpoint.family is not None:
+        from fcsd.model.connectivity.extra_tensors import not_loaded
+
         # By the names that transformers has given them, of experts that it has put
         # together, say.
         left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)

@@ -215,6 +215,25 @@ def outdated_layers(field: Mapping[str, Any]) -> list[int]:
     return [] if field["mlp"] == "full" else list(field["mlp"])
 
 
+CALIBRATED, TRAINED = "farskip_calibration", "farskip_trained"
+"""Keys of a config that say what has changed its weights since they were the
+original's. They stay when it is unconverted.
+"""
+
+
+def changed_by(config: Any) -> str | None:
+    """Return "trained" or "calibrated" where a config, or its dictionary, says that the
+    weights are not the original's.
+
+    None: nothing is recorded; a training outside fcsd records nothing.
+    """
+    values = config if isinstance(config, Mapping) else vars(config)
+    # A calibrated model may have been trained since, and then has both keys.
+    if TRAINED in values:
+        return "trained"
+    return "calibrated" if CALIBRATED in values else None
+
+
 def connectivity_of(
     layers: Selection | Connectivity | None, attention: Any, mlp: Any
 ) -> Connectivity | None:

@@ -49,8 +49,7 @@ from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.load import load_config
-from fcsd.model.connectivity.marks import CALIBRATED
-from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import packing_of

@@ -43,9 +43,8 @@ from fcsd.model.connectivity.checkpoint import (
     Checkpoint,
     read_checkpoint,
 )
-from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.connectivity.rewire import rewired_layers
-from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fcsd.base.errors import Rule, refuse, wrong_kind
 from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
-from fcsd.model.connectivity.marks import CALIBRATED
+from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
 from fcsd.model.finite import refuse_not_finite

@@ -20,8 +20,8 @@ from fcsd.base.text import (
     stopping_text,
 )
 from fcsd.model.connectivity.extra_tensors import promised_layers
-from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.connectivity.modeling import supported_transformers
+from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import FAMILIES, base_model_type, serve_command
 from fcsd.training.card.facts import Facts, hub_id
 from fcsd.training.losses.objectives import OBJECTIVES

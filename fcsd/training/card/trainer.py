@@ -13,8 +13,8 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_text
 from fcsd.base.text import nats
-from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.modeling import auto_map
+from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families import family_of
 from fcsd.training.card.card import card_of, public_name
 from fcsd.training.card.facts import (

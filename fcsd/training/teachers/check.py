@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.checkpoint import Checkpoint, has_tokenizer, read_config
-from fcsd.model.connectivity.marks import changed_by
-from fcsd.model.connectivity.spec import Connectivity, field_text
+from fcsd.model.connectivity.spec import Connectivity, changed_by, field_text
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder, load_tokenizer
 
