@@ -488,7 +488,7 @@ def _is_sample(value: Any, kind: Kind) -> bool:
             return False
     lists = [value.get(key, []) for key in ("choices", "loglikelihoods", "completions")]
     return (
-        all(isinstance(value.get(key), kind) for key, kind in _SAMPLE_KEYS.items())
+        all(isinstance(value.get(key), types) for key, types in _SAMPLE_KEYS.items())
         and all(isinstance(items, list) for items in lists)
         and all(isinstance(number, int | float) for number in lists[1])
     )

@@ -361,7 +361,8 @@ def _begin(evaluation: PlannedEvaluation, stage: Stage, launch: Launch) -> str:
     """
 
     def take_back() -> None:
-        if stage.state() != "finished":
+        finished = (stage.folder / "manifest.json").is_file()
+        if not finished or stage.state() != "finished":
             return
         try:
             read_result(stage.folder)

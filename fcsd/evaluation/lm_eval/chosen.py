@@ -17,7 +17,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError, refuse
 from fcsd.base.strict import did_you_mean, validate
-from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.config import SuiteConfig, TaskBase
 from fcsd.evaluation.lm_eval.metrics import FILTERS, METRICS, preferred
 from fcsd.evaluation.lm_eval.packages import tasks_folder
 from fcsd.model.preserve import quiet
@@ -45,10 +45,8 @@ def chosen_suite(
     """
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"{include_path}: no such folder (include path)")
-    rows = {
-        row.task: row.model_dump(mode="json", exclude_unset=True) for row in suite.tasks
-    }
-    tasks: list[dict[str, Any]] = []
+    rows = {row.task: row for row in suite.tasks}
+    tasks: list[TaskBase | dict[str, Any]] = []
     if include_path is not None:
         user_tasks = _index([include_path], defaults=False)
     else:
@@ -62,10 +60,13 @@ def chosen_suite(
         else:
             tasks += _rows(name, _lm_evals(name), None, [*rows, *user_tasks])
     # Two names may stand for the same task: a group and one of its members.
-    tasks = list({row["task"]: row for row in tasks}.values())
+    by_name = {
+        row.task if isinstance(row, TaskBase) else row["task"]: row for row in tasks
+    }
+    tasks = list(by_name.values())
     # tasks that the user named count
-    if not any(row.get("headline", True) for row in tasks):
-        tasks = [row | {"headline": True} for row in tasks]
+    if not any(_is_headline(row) for row in tasks):
+        tasks = [_as_headline(row) for row in tasks]
     where = f"--tasks {','.join(names)}"
     selection = validate(
         SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": tasks}, where
@@ -73,6 +74,16 @@ def chosen_suite(
     return selection.model_copy(
         update={"folder": suite.folder, "columns": suite.columns}
     )
+
+
+def _is_headline(row: TaskBase | dict[str, Any]) -> bool:
+    return row.headline if isinstance(row, TaskBase) else row.get("headline", True)
+
+
+def _as_headline(row: TaskBase | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(row, TaskBase):
+        row = row.model_dump(mode="json", exclude_unset=True)
+    return row | {"headline": True}
 
 
 def _lm_evals(name: str) -> dict[str, Any]:

@@ -60,16 +60,18 @@ def write_lm_eval(
     for task, row in result["tasks"].items():
         if KINDS[row["kind"]].distance:  # which lm-eval does not know
             continue
+        metric = lm_eval_key(row["metric"])
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
             samples[task], row["kind"]
         )
         if members:
-            _add_group(report, task, row, members)
+            _add_group(report, task, row, metric, members)
         for part, items in (members or {task: samples[task]}).items():
             _add_task(
                 report,
                 part,
                 row,
+                metric,
                 items,
                 None if members else row.get("num_items_total"),
             )
@@ -77,8 +79,7 @@ def write_lm_eval(
                 report["configs"][part]["generation_kwargs"] = _generation_kwargs(
                     suite[task]
                 )
-            metric, rule = lm_eval_key(row["metric"])
-            rows = [_lm_eval_sample(item, metric, rule) for item in items]
+            rows = [_lm_eval_sample(item, metric) for item in items]
             # lm-eval also hashes a task from the hashes of its samples.
             report["task_hashes"][part] = text_hash(
                 "".join(
@@ -111,12 +112,13 @@ def _add_scores(
     report: dict[str, Any],
     name: str,
     row: Mapping[str, Any],
+    key: tuple[str, str],
     items: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Add the fields that tasks and groups share; return the scores, of which a group
-    has more.
+    has more. key: of its metric (`lm_eval_key`).
     """
-    metric, rule = lm_eval_key(row["metric"])
+    metric, rule = key
     scores = [item["score"] for item in items]
     report["results"][name] = result = {
         "name": name,
@@ -138,14 +140,15 @@ def _add_group(
     report: dict[str, Any],
     name: str,
     row: Mapping[str, Any],
+    key: tuple[str, str],
     members: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     """Add a group: it has a score and no configuration, so that whoever reads `configs`
     finds samples for each.
     """
     items = [item for part in members.values() for item in part]
-    metric, rule = lm_eval_key(row["metric"])
-    report["groups"][name] = result = _add_scores(report, name, row, items)
+    metric, rule = key
+    report["groups"][name] = result = _add_scores(report, name, row, key, items)
     result["sample_count"] = {f"{metric},{rule}": len(items)}
     error = pooled_standard_error(
         [[item["score"] for item in part] for part in members.values()]
@@ -158,11 +161,12 @@ def _add_task(
     report: dict[str, Any],
     name: str,
     row: Mapping[str, Any],
+    key: tuple[str, str],
     items: Sequence[Mapping[str, Any]],
     total: int | None,
 ) -> None:
-    metric, rule = lm_eval_key(row["metric"])
-    _add_scores(report, name, row, items)
+    metric, rule = key
+    _add_scores(report, name, row, key, items)
     generates = KINDS[row["kind"]].writes
     higher_is_better = row.get("higher_is_better", True)
     report["configs"][name] = {
@@ -208,9 +212,8 @@ def _generation_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _lm_eval_sample(
-    sample: Mapping[str, Any], metric: str, rule: str
-) -> dict[str, Any]:
+def _lm_eval_sample(sample: Mapping[str, Any], key: tuple[str, str]) -> dict[str, Any]:
+    metric, rule = key
     prompt = sample.get("prompt", "")
     if "loglikelihoods" in sample:
         choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])

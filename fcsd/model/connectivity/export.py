@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.dynamic_module_utils import get_relative_imports
 
@@ -102,12 +102,9 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or
             cannot be written; `source` is already converted with this connectivity.
     """
-    checkpoint, model_config, _ = _checked(
-        source, destination, revision, not config_only
-    )
-    family = checkpoint.family
-    assert family is not None
-    mask = moe_mask(model_config, family)
+    known = _checked(source, destination, revision, not config_only)
+    checkpoint, family = known.checkpoint, known.family
+    mask = moe_mask(known.config, family)
     current = checkpoint.connectivity
     if connectivity is None:
         # A checkpoint in another project's keys keeps the connectivity that they describe.
@@ -202,9 +199,8 @@ def unconvert_checkpoint(
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint, _, _ = _checked(source, destination, revision)
-    family = checkpoint.family
-    assert family is not None
+    known = _checked(source, destination, revision)
+    checkpoint, family = known.checkpoint, known.family
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'),"
@@ -239,13 +235,13 @@ def export_checkpoint(
         UserError: as in `convert_checkpoint`; a connectivity that the keys cannot
         express (`to_instella`).
     """
-    checkpoint, model_config, extra = _checked(source, destination, revision)
-    assert checkpoint.family is not None
+    known = _checked(source, destination, revision)
+    checkpoint = known.checkpoint
     connectivity = checkpoint.connectivity or Connectivity("none")
-    mask = moe_mask(model_config, checkpoint.family)
+    mask = moe_mask(known.config, known.family)
     config = to_instella(checkpoint.config, connectivity.field(mask), mask, str(source))
     # `to_instella` promises no MTP layers; here their tensors are in the weight files.
-    if extra:
+    if known.extra:
         from fcsd.model.connectivity.extra_tensors import promised_layers
 
         config["num_nextn_predict_layers"] = promised_layers(checkpoint.config)
@@ -253,15 +249,24 @@ def export_checkpoint(
         _write(source, checkpoint, folder, config)
 
 
+class _Checked(NamedTuple):
+    """A checkpoint with complete files, its family and its config object, and the names
+    of tensors that no model loads.
+    """
+
+    checkpoint: Checkpoint
+    family: Family
+    config: Any
+    extra: set[str]
+
+
 def _checked(
     source: str | Path,
     destination: str | Path,
     revision: str | None,
     weights: bool = True,
-) -> tuple[Checkpoint, Any, set[str]]:
-    """Return a checkpoint of a known family with complete files, its config object, and
-    the names of tensors that no model loads; do not check weights that do not count.
-    """
+) -> _Checked:
+    """Check a checkpoint that is to be converted; weights that do not count are not."""
     check_weights_path(Path(destination))
     folder = find_folder(source, revision, weights=weights)
     if weights:
@@ -274,7 +279,8 @@ def _checked(
         checkpoint, extra = read_without_weights(folder), set()
         config, cls = config_and_class(checkpoint)
         build_on_meta(checkpoint, config, cls)
-    return checkpoint, config, extra
+    assert checkpoint.family is not None
+    return _Checked(checkpoint, checkpoint.family, config, extra)
 
 
 def _write(
