@@ -12,11 +12,11 @@ TOKEN = re.compile(
 and Amazon.
 """
 
-# `https://`, also as a path writes it (`https:/`) or Windows (`https:\\`).
-_SCHEME = r"(?<![a-z\d])[a-z][a-z\d+.-]+:[/\\]+"
+SCHEME = r"(?<![a-z\d])[a-z][a-z\d+.-]+:[/\\]+"
+"""`https://`, also as a path writes it (`https:/`) or Windows (`https:\\\\`)."""
 # A name alone, or name and password; a password may hold a slash, a port may not.
 _NAME = r"(?:[^\s/\\'\"]|['\"](?=\w))*(?=@)|[^\s/\\'\"@:]*:(?!\d*(?:[/\\\s'\"]|$))[^\s'\"]*(?=@)"
-_LOGIN = re.compile(rf"({_SCHEME})(?:{_NAME})", re.IGNORECASE)
+_LOGIN = re.compile(rf"({SCHEME})(?:{_NAME})", re.IGNORECASE)
 _ENCODED = re.compile(
     r"((?::|%3A)(?:%2F|%5C)+)(?:(?!%2F|%5C)[^\s/'\"])*(?=%40)", re.IGNORECASE
 )
@@ -24,9 +24,7 @@ _ENCODED = re.compile(
 _BARE = r"(?<![\w.])(?!mailto:)[\w.+-]+:[^\s/\\'\"@]+(?=@(?:\[|localhost|[\w-]+[/:.]))"
 _NO_SCHEME = re.compile(rf"(?<=//)[^\s/'\"]*(?=@)|{_BARE}")
 _WORD_OF_NO_SCHEME = re.compile(rf"(?:(?:-*[\w.-]+=)?(?://)?){_BARE}")
-_QUERY = re.compile(
-    rf"({_SCHEME}[^\s?#'\"]*[?#])[^\s'\")]*[^\s'\"),.:;]", re.IGNORECASE
-)
+_QUERY = re.compile(rf"({SCHEME}[^\s?#'\"]*[?#])[^\s'\")]*[^\s'\"),.:;]", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
     r"([?&#][\w-]*(?:token|key|secret|signature|sig|password|passwd|pwd|credential|auth)=)"
     r"[^\s&'\"#…]+",
@@ -41,13 +39,6 @@ def without_credentials(text: str) -> str:
     for pattern in (_QUERY, _SECRET_VALUE, _LOGIN, _ENCODED):
         text = pattern.sub(r"\1…", text)
     return TOKEN.sub("…", _NO_SCHEME.sub("…", text))
-
-
-def is_address(text: str) -> bool:
-    """Tell whether a text begins like an address, also as a path writes it:
-    `s3://bucket`, `https:/host`.
-    """
-    return re.match(_SCHEME, text, re.IGNORECASE) is not None
 
 
 def holds_credentials(text: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fcsd.base.errors import Rule, UserError, is_address, one_line, refuse
+from fcsd.base.errors import SCHEME, Rule, UserError, one_line, refuse
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
 _FLOAT = "__float__"
@@ -274,6 +274,13 @@ def home(path: str | Path) -> Path:
     stays as it is, where `Path.expanduser` would raise.
     """
     return Path(os.path.expanduser(path))
+
+
+def is_address(text: str) -> bool:
+    """Tell whether a text begins like an address, also as a path writes it:
+    `s3://bucket`, `https:/host`.
+    """
+    return re.match(SCHEME, text, re.IGNORECASE) is not None
 
 
 def _bytes_of_names(path: Path) -> list[bytes] | None:

@@ -19,11 +19,10 @@ from fcsd.base.errors import (
     ScorerError,
     UserError,
     holds_credentials,
-    is_address,
     is_out_of_memory,
     without_credentials,
 )
-from fcsd.base.files import home, release_folders
+from fcsd.base.files import home, is_address, release_folders
 from fcsd.base.temporary import sweep_scratch
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure

@@ -18,7 +18,6 @@ from fcsd.base.files import make_folder, read_json, write_json, writing
 from fcsd.base.memory import available_memory
 from fcsd.base.temporary import beside
 from fcsd.model.connectivity.checkpoint import CONFIG
-from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors
 from fcsd.model.saved_dtypes import FileDtypes
@@ -57,6 +56,8 @@ def write_model(
     full_model = whole_model(model, dtypes, launch) if launch.engine.shards else model
     if not launch.first or full_model is None:
         return
+    from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
+
     # A training switches use_cache off; the saved model has to generate with a cache.
     config = full_model.config
     use_cache, declared = config.use_cache, config.dtype

@@ -28,7 +28,6 @@ from fcsd.base.files import (
 )
 from fcsd.base.temporary import beside
 from fcsd.base.weights import CONFIG_ONLY
-from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -47,6 +46,7 @@ from fcsd.model.connectivity.load import (
     misread_here,
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
+from fcsd.model.connectivity.rewire import check_field
 from fcsd.model.connectivity.spec import (
     Connectivity,
     resolve_layers,
@@ -113,7 +113,7 @@ def convert_checkpoint(
             connectivity = current
     field = connectivity.new_field(mask, family.layout)
     try:
-        rewire.check_field(family, field)
+        check_field(family, field)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
     if current is not None and not checkpoint.foreign and current.field(mask) == field:
