@@ -43,7 +43,7 @@ from fcsd.data.batches import row_of
 from fcsd.data.counts import ExampleCounts, no_rows
 from fcsd.data.reading import Piece, read_pieces
 from fcsd.data.shards import (
-    BAD,
+    Counted,
     Shard,
     Tokenizing,
     Tokens,
@@ -133,7 +133,7 @@ class _SourceTokens:
             self.source, self.whole = self.opened.settings, self.opened.whole
         self.num_read, self.num_kept = 0, 0
         self.counts: list[ExampleCounts] = []
-        self.shards: list[Shard] = []
+        self.shards: list[Path] = []
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
 
@@ -173,24 +173,17 @@ class _SourceTokens:
             number += 1
         self._total = number
 
-    def add(self, path: Path, layout: Layout) -> dict[str, Any]:
-        """Count a written shard, and take note of the lengths of its examples; return
-        its record.
-        """
-        shard = Shard(path)
-        first, ends = shard.array("first_loss"), shard.array("ends")
-        lengths = np.minimum(np.diff(ends, prepend=0), layout.max_length)
-        # Without a token to predict inside the row, an example is left out as empty.
-        lengths[(first < 0) | (first >= layout.max_length)] = 0
-        self.shards.append(shard)
+    def add(self, path: Path, counted: Counted, layout: Layout) -> None:
+        """Take note of a written shard, and of what rows hold of it."""
+        lengths = counted.lengths
+        self.shards.append(path)
         self.lengths.append(lengths)
-        self.is_bad.append(first == BAD)
+        self.is_bad.append(counted.is_bad)
+        self.counts.append(counted.counts)
         # Packed rows are counted by their tokens, unpacked rows by their examples.
         self.num_kept += int(
             lengths.sum() if layout.packing else np.count_nonzero(lengths)
         )
-        self.counts.append(count_shard(shard, first, ends, layout.max_length))
-        return shard.record
 
     def note_end(self) -> None:
         """Note in the folder that the source has been read to its end, if it has."""
@@ -265,7 +258,7 @@ def write_rows(
             counts,
             layout.max_length,
         )
-    shards = [shard for source_tokens in tokens for shard in source_tokens.shards]
+    shards = [path for source_tokens in tokens for path in source_tokens.shards]
     sizes = [
         len(lengths) for source_tokens in tokens for lengths in source_tokens.lengths
     ]
@@ -276,7 +269,7 @@ def write_rows(
     }
     record: dict[str, Any] = {
         "layout": asdict(layout),
-        "shards": [str(shard.path.relative_to(folder)) for shard in shards],
+        "shards": [str(shard.relative_to(folder)) for shard in shards],
         "examples": asdict(counts),
         "bad_rows": bad_rows.summary() | {"left_out": bad_rows.listed()},
         "decontamination": None,
@@ -308,13 +301,14 @@ def _write_missing(
 ) -> list[list[int]]:
     """Write missing shards until there are enough rows, and return the rows."""
 
-    def work(job: _Job) -> None:
+    def work(job: _Job) -> Counted:
         # The workers' alone: whoever only reads tokens knows nothing of templates.
         from fcsd.data.tokens import write_tokens
 
         index, path, piece = job
         if piece is not None:
             write_tokens(tokenizing, order.tokens[index].source, piece, path)
+        return count_shard(path, order.layout.max_length)
 
     # Shards come back in their order, however fast the workers are, so the rows do not
     # depend on the number of workers.
@@ -323,9 +317,9 @@ def _write_missing(
         contextlib.closing(jobs),
         progress_bar(desc="Tokenizing", unit="examples", leave=False) as bar,
     ):
-        for (index, path, _), _ in jobs:
-            source_tokens = order.tokens[index]
-            record = source_tokens.add(path, order.layout)
+        for (index, path, _), counted in jobs:
+            source_tokens, record = order.tokens[index], counted.record
+            source_tokens.add(path, counted, order.layout)
             overlaps, num_rows = record["overlaps"], record["num_rows"]
             bad_rows.add(record["bad"], num_rows - len(overlaps))
             if (decontaminator := tokenizing.decontaminator) is not None:

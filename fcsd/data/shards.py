@@ -156,13 +156,34 @@ class Shard:
         return tuple(self._file.get_slice(name)[begin:end] for name in ("ids", "loss"))  # type: ignore[return-value]
 
 
-def count_shard(
+@dataclass(frozen=True)
+class Counted:
+    """What rows of some length hold of a shard.
+
+    record: of the shard. lengths: the tokens that each example takes in a row, 0 where
+    none of them would be predicted. is_bad: which examples could not be tokenized.
+    """
+
+    record: dict[str, Any]
+    lengths: np.ndarray
+    is_bad: np.ndarray
+    counts: ExampleCounts
+
+
+def count_shard(path: Path, max_length: int) -> Counted:
+    """Count the examples of a shard by the part of them that rows of `max_length` hold."""
+    shard = Shard(path)
+    first, ends = shard.array("first_loss"), shard.array("ends")
+    in_row = np.minimum(np.diff(ends, prepend=0), max_length)
+    # Without a token to predict inside the row, an example is left out as empty.
+    in_row[(first < 0) | (first >= max_length)] = 0
+    counts = _outcomes(shard, first, ends, max_length)
+    return Counted(shard.record, in_row, first == BAD, counts)
+
+
+def _outcomes(
     shard: Shard, first: np.ndarray, ends: np.ndarray, max_length: int
 ) -> ExampleCounts:
-    """Count the examples of a shard by the part of them that rows of `max_length` hold.
-
-    first, ends: its arrays `first_loss` and `ends`.
-    """
     lengths = np.diff(ends, prepend=0)
     # Only examples that reach a row and are longer than it can be cut.
     longer = np.flatnonzero(

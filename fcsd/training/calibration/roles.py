@@ -1,5 +1,5 @@
 """Look up which weights of a layer read the input of a branch and which write its output
-(`fcsd.model.families.family`), and fold maps into them. With its map folded in, a
+(`fcsd.model.families.folding`), and fold maps into them. With its map folded in, a
 weight reads x A instead of x, or writes u B instead of u.
 
     roles = roles_of(layer, family)               # of a rewired layer
