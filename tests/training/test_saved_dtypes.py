@@ -31,7 +31,7 @@ from tests.reference.tiny import TINY, tiny_model
 from tests.support import Bench, few, user_error
 
 KEPT_IN_FLOAT32 = {
-    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note",
+    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note",
     "dots3_note_text", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite",
     "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl", "inkling_mm_model",
     "inkling_text", "instella_moe", "kolibri1", "lfm2_moe", "mimo_v2_flash", "mistral_large4", "muse_spark",
@@ -103,7 +103,8 @@ def test_the_families_that_keep_tensors_in_float32_are_those_of_transformers() -
             dtypes[key] == torch.float32 for key in model.state_dict() if key in dtypes
         ):
             keeping.add(name)
-    assert keeping == KEPT_IN_FLOAT32
+    # An older transformers lacks some of them.
+    assert keeping == KEPT_IN_FLOAT32 & TINY.keys()
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,8 @@ def test_a_step_at_rate_zero_leaves_the_checkpoint_that_was_loaded(
 ) -> None:
     """Tensor by tensor, dtype by dtype, key by key; trained in float32 and in bfloat16."""
     path = checkpoint(model_type, tmp_path, vocab_size=120)
-    kept = {value.dtype for value in tensors(path).values()} == {
-        torch.bfloat16,
-        torch.float32,
-    }
+    floats = [value for value in tensors(path).values() if value.is_floating_point()]
+    kept = {value.dtype for value in floats} == {torch.bfloat16, torch.float32}
     assert kept == (model_type in KEPT_IN_FLOAT32)
     for dtype in ("float32", "bfloat16"):
         trained = trainer(path, tmp_path / dtype, dtype=dtype)

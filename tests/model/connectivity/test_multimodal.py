@@ -257,7 +257,9 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
         if reentrant:
             model.enable_input_require_grads()
         runs = []
-        hook = getattr(stack.layers[3], FAMILIES[name].moe).register_forward_hook(
+        # Before the block: recomputation may end within it.
+        block = getattr(stack.layers[3], FAMILIES[name].moe)
+        hook = block.register_forward_pre_hook(
             lambda *_: runs.append(1)  # noqa: B023
         )
         checkpointed = gradients()
