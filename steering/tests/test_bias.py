@@ -168,7 +168,8 @@ def groups_of(config: Any) -> int:
     return getattr(config.get_text_config(), "n_group", None) or 1
 
 
-@pytest.mark.parametrize("name", few(FAMILIES))
+# The first routers of DeepSeek-V4 choose by a hash of the token, whatever the bias.
+@pytest.mark.parametrize("name", few(sorted({*FAMILIES} - {"deepseek_v4"})))
 def test_fifty_forces_an_expert_or_leaves_it_to_its_group(name: str) -> None:
     """Sigmoid scores saturate at 1: a correction bias decides between such experts, so
     it is 0 here; and a group is chosen by its two best experts, so that one of them can
