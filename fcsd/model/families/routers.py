@@ -37,6 +37,16 @@ class Router:
     top_k: int
     logits_index: int
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a table over the vocabulary chooses the experts and the logits only
+        weigh them, as in the first layers of DeepSeek-V4.
+        """
+        return any(
+            not table.is_floating_point() and table.ndim == 2
+            for table in self.module.buffers()
+        )
+
 
 def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a model, converted or not, in the order of its layers.

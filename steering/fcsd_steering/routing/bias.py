@@ -91,6 +91,18 @@ class BiasTables:
         return int(self.tables.shape[2])
 
 
+def steered_routers(model: torch.nn.Module) -> list[Router]:
+    """Return the model's routers; UserError where a bias does not change their choice."""
+    routers = find_routers(model)
+    if layers := [router.layer for router in routers if router.by_token]:
+        raise UserError(
+            f"{type(unwrapped(model)).__name__}: layers {layers} choose experts by the"
+            " token's id, so a bias would only change their weights; steer a model"
+            " whose routers all choose by their logits"
+        )
+    return routers
+
+
 def tables_for(
     model: torch.nn.Module,
     kind: Kind,
@@ -108,7 +120,7 @@ def tables_for(
         kind=kind,
         strength=strength,
         selection=selection,
-        layers=tuple(router.layer for router in find_routers(model)),
+        layers=tuple(router.layer for router in steered_routers(model)),
         tables=tables.astype(np.float32),
         placement=placement,
         model_type=base_model_type(config.model_type),
@@ -256,12 +268,12 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
 
     Raises:
         UserError: the tables belong to another model; the model has no routers, or is
-            already steered; its ranks share their tokens. In the first forward pass: a
+            already steered, or chooses by token ids; its ranks share their tokens. In the first forward pass: a
             router has no such linear, or several; or `selection` is set, and the router
             chooses without a top-k of its own.
     """
     # Checked first, so that a refusal leaves the model as it was.
-    routers = find_routers(model)
+    routers = steered_routers(model)
     check_tables(unwrapped(model), routers, tables)
     rows, original_forwards = [], []
     try:

@@ -15,7 +15,6 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place
 from fcsd.model.families import base_model_type
 from fcsd.model.families.choices import Routed
-from fcsd.model.families.routers import find_routers
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
@@ -29,6 +28,7 @@ from fcsd_steering.routing.bias import (
     Kind,
     read_tables,
     router_bias,
+    steered_routers,
     tables_for,
     write_tables,
 )
@@ -102,7 +102,7 @@ class Calibration:
             )
 
     def _no_bias(self) -> BiasTables:
-        routers = find_routers(self.model)
+        routers = steered_routers(self.model)
         shape = len(routers), self.num_endpoints, routers[0].num_experts
         placement = np.tile(contiguous(shape[2], self.num_endpoints), (shape[0], 1))
         return tables_for(self.model, "camoe", 0.0, np.zeros(shape), placement)
@@ -169,7 +169,7 @@ def make_tables(
     if kind == "windows":
         assert windows is not None
         push = fit_windows(respond, deployment, windows, logit_std=logit_std)
-        layers = [router.layer for router in find_routers(calibration.model)]
+        layers = [router.layer for router in steered_routers(calibration.model)]
         facts |= {"steps": push.steps, "left": [layers[k] for k in push.left]}
         tables = wrapped(push.tables)
     else:
@@ -227,7 +227,7 @@ def windows_by_layer(windows: Windows, model: nn.Module) -> Array:
     """Return the windows [L, 2] of dispatch and combine, in seconds; raise UserError if
     the model has other MoE layers.
     """
-    layers = [router.layer for router in find_routers(model)]
+    layers = [router.layer for router in steered_routers(model)]
     if windows.layers != layers:
         raise UserError(
             f"--windows: for the MoE layers {windows.layers}, but the model has"
