@@ -31,8 +31,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
+from fcsd.base.text import progress_bar, size
 from fcsd.model.connectivity.spec import selection_text
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.ranks import Ranks
@@ -58,15 +60,20 @@ def pair_rows(moments: Tensor, *, with_base: bool) -> list[list[float]]:
 class HiddenStates:
     """Final hidden states of this rank's share of a text, a file for each selection and
     kind of weights; a killed study continues with them.
+
+    num_files: that there will be on each rank.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self.folder, self.ranks = folder, ranks
+    def __init__(self, folder: Path, ranks: Ranks, num_files: int) -> None:
+        self.folder, self.ranks, self.num_files = folder, ranks, num_files
 
     def path(self, layers: Sequence[int], weights: str) -> Path:
         name = selection_text(layers)
-        share = f"{self.ranks.rank}-of-{self.ranks.size}"
-        return self.folder / f"{name}-{weights}-{share}.safetensors"
+        return self.folder / f"{name}-{weights}-{self._share}.safetensors"
+
+    @property
+    def _share(self) -> str:
+        return f"{self.ranks.rank}-of-{self.ranks.size}"
 
     def has(self, layers: Sequence[int], weights: Sequence[str]) -> bool:
         """Tell whether every rank has kept a selection; all ranks call this."""
@@ -76,14 +83,27 @@ class HiddenStates:
     def keep(
         self, layers: Sequence[int], weights: str, states: Sequence[Tensor]
     ) -> None:
-        """Write the states of a selection; all ranks call this."""
+        """Write the states of a selection; all ranks call this.
+
+        Raises:
+            UserError: the disk has no room for this file and those that are to come.
+        """
 
         def write() -> None:
             path = self.path(layers, weights)
             path.parent.mkdir(exist_ok=True)
+            # A rank may have no rows.
+            hidden = torch.cat([*states]) if states else torch.empty(0, 0)
+            to_come = self.num_files - len([*self.folder.glob(f"*-{self._share}.*")])
+            # The ranks of a machine share its disk.
+            needed = max(1, to_come) * hidden.nbytes * self.ranks.size
+            if needed > (free := shutil.disk_usage(self.folder).free):
+                raise UserError(
+                    f"{self.folder}: pairs of MLP sides need up to {size(needed)} for"
+                    f" hidden states while the study runs, and {size(free)} are free;"
+                    " make room, or give fewer --text-examples or a lower --max-length"
+                )
             with writing(path), file_beside(path) as temporary:
-                # A rank may have no rows.
-                hidden = torch.cat([*states]) if states else torch.empty(0, 0)
                 temporary.write_bytes(save({"hidden": hidden}))
                 os.replace(temporary, path)
 
@@ -118,7 +138,10 @@ def second_moments(
                 for file in files
             ]
             together = torch.cat(hidden) if hidden else torch.empty(0, 0)
-            return _moment_sums(original, together, stored, device)
+            with progress_bar(
+                total=len(together), desc="pairs", unit="token", shown=ranks.first
+            ) as bar:
+                return _moment_sums(original, together, stored, device, bar)
 
     by_rank = ranks.share(own_share)
     sums = torch.tensor([moments for moments, _ in by_rank], dtype=torch.float64)
@@ -130,15 +153,19 @@ def _moment_sums(
     hidden: Tensor,
     stored: Sequence[Any],
     device: torch.device,
+    bar: Any,
 ) -> tuple[list[list[float]], int]:
     """Return the sums of the moments over tokens, and the number of tokens.
 
-    hidden: (N, D) of the original. stored: of each model the same, to slice.
+    hidden: (N, D) of the original. stored: of each model the same, to slice. bar:
+    counts tokens.
     """
-    size = unpadded_vocab_size(original.config)
-    weight = original.head.weight[:size].to(device)
+    vocab_size = unpadded_vocab_size(original.config)
+    weight = original.head.weight[:vocab_size].to(device)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    bias = None if original.head.bias is None else original.head.bias[:size].to(device)
+    bias: Tensor | None = original.head.bias
+    if bias is not None:
+        bias = bias[:vocab_size].to(device)
     scale, softcap = head_scaling(original.config)
     num_models = len(stored)
     sums = torch.zeros(num_models, num_models, dtype=torch.float64)
@@ -162,4 +189,5 @@ def _moment_sums(
         changes *= probabilities.sqrt()
         changes = changes.flatten(1)
         sums += (changes @ changes.T).double().cpu()
+        bar.update(len(hidden[part]))
     return sums.tolist(), len(hidden)

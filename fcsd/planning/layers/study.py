@@ -215,7 +215,9 @@ def study_layers(
     result = _without_points(study, model, mask)
     if "attention" in study.sides:
         result["attention"] = begun.get("attention", [])
-    kept = HiddenStates(folder / "hidden", ranks) if has_pairs(study) else None
+    num_kept = (len(mask) + 1) * (1 if study.calibrated is None else 2)
+    states = HiddenStates(folder / "hidden", ranks, num_kept)
+    kept = states if has_pairs(study) else None
     if "pairs" in begun:
         result["pairs"], kept = begun["pairs"], None
 
@@ -253,7 +255,7 @@ def study_layers(
                 rows = pair_rows(moments(files), with_base=with_base)
                 result["pairs"][weights] = rows
             write()
-    HiddenStates(folder / "hidden", ranks).remove()
+    states.remove()
     if ranks.first:
         draw(result, folder / "layers.png")
     finish_stage(stage, launch, {})

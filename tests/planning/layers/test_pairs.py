@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.planning.layers.test_study import model as model
 from tests.planning.layers.test_study import other_text as other_text
 from tests.planning.layers.test_study import text as text
 from tests.reference.tiny import tiny_model
+from tests.support import forked_ranks, status_of
 
 NUM_LAYERS = 4
 CPU = torch.device("cpu")
@@ -71,7 +73,7 @@ def measured_study(kind: str, size: float, folder: Path) -> tuple[dict[str, Any]
     outputs = read_original(original, rows)
     settings = {"model": {"path": "x"}, "text": {"path": "y"}, "sides": ["single"]}
     spec = Study.model_validate(settings | KINDS[kind])
-    kept = HiddenStates(folder / f"hidden-{size}", ALONE)
+    kept = HiddenStates(folder / f"hidden-{size}", ALONE, 1)
 
     def kl_of(layers: Sequence[int], hidden: list[Tensor] | None = None) -> float:
         converted = copy.deepcopy(original)
@@ -143,7 +145,7 @@ class Toy:
         config = SimpleNamespace()
         batches = [{"teacher_hidden": self.logits}]
         self.original = OriginalOutputs(batches, [0], head, config)
-        self.kept = HiddenStates(folder / "hidden", ALONE)
+        self.kept = HiddenStates(folder / "hidden", ALONE, 1)
 
     def kl(self, change: Tensor) -> float:
         p, q = (z.log_softmax(-1) for z in (self.logits, self.logits + change))
@@ -372,3 +374,37 @@ def test_pairs_of_calibrated_weights_are_of_their_own(
     assert [len(row) for row in pairs["calibrated"]] == [1, 2, 3, 4]
     plan = plan_layers(tmp_path / "s", "2", calibrated=True)
     assert plan["pairs"] and plan["selections"][0]["predicted"] > 0
+
+
+def test_two_ranks_make_the_pairs_of_one(
+    model: Path, text: Path, finished: Path, tmp_path: Path
+) -> None:
+    words = command(model, text, tmp_path / "s", *SELECTED)
+    ranks = forked_ranks(lambda rank: main(words), 2, tmp_path)
+    for process, output in ranks:
+        assert status_of(process) == 0, output.read_text()
+    two, one = read_study(tmp_path / "s"), read_study(finished)
+    for shared, alone in zip(
+        two["pairs"]["values"], one["pairs"]["values"], strict=True
+    ):
+        assert shared == pytest.approx(alone, rel=1e-4, abs=1e-9)
+    assert not (tmp_path / "s" / "hidden").exists()
+
+
+def test_a_disk_without_room_for_the_hidden_states_is_named_before_it_is_full(
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = command(model, text, tmp_path / "s", *SELECTED)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 's' / 'hidden'}: pairs of MLP sides need up to" in error
+    assert "1000 B are free; make room, or give fewer --text-examples" in error
+    assert not [*(tmp_path / "s" / "hidden").iterdir()]
+    monkeypatch.undo()
+    assert main(words) == 0
