@@ -53,7 +53,7 @@ REFUSED: dict[str, str] = {
         " layers"
     ),
 }
-"""Model type -> reason, a clause that follows "it is refused: "."""
+"""Model type -> reason, a clause that follows "cannot be converted: "."""
 
 BROKEN: dict[str, dict[str, str]] = {
     "llama4": {

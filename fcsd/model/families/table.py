@@ -1,4 +1,7 @@
-"""Format the families as a table, for `fcsd families` and docs/families.md."""
+"""Format the families as a table, for `fcsd families`.
+
+`tests/reference/upstream.py` writes the lists of docs/families.md.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +38,7 @@ def families_facts() -> dict[str, Any]:
 
 
 def families_table(facts: Mapping[str, Any]) -> str:
-    """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
+    """Format `families_facts` as the Markdown of `fcsd families`."""
     rows = []
     for fact in facts["families"]:
         # Where a norm follows the sum, shared experts are in flight with the routed ones.

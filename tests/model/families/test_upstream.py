@@ -32,10 +32,10 @@ def saved():
     return saved_snapshot()
 
 
-def test_the_page_of_families_has_the_tables_of_the_registry():
+def test_the_page_of_families_has_the_lists_of_the_registry():
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     assert text == with_families(text), (
-        f"{PAGE}: its tables are not those of the registry; {WRITE}"
+        f"{PAGE}: its lists are not those of the registry; {WRITE}"
     )
     assert all(f"`{name}`" in text for name in (*ALL_FAMILIES, *REFUSED))
 
