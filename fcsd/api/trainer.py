@@ -41,13 +41,13 @@ from fcsd.parallel.join import join_launch
 from fcsd.parallel.launch import Launch
 from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, damage
-from fcsd.training.export import replace_model
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import head_logits
 from fcsd.training.optimizer import refuse_factored_states
 from fcsd.training.python_words import with_known_names
-from fcsd.training.ready_trainer import ReadyTrainer, begin
+from fcsd.training.ready_trainer import ReadyTrainer, seed_and_record
+from fcsd.training.save_model import replace_model
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.lora import merged_copy
 
@@ -125,7 +125,7 @@ class FCSDTrainer(ReadyTrainer):
                     model, args, callbacks, optimizers[0], launch, adapts=adapts
                 )
             )
-            record = begin(args, sections, launch)
+            record = seed_and_record(args, sections, launch)
             data = (train_dataset, eval_dataset)
             measures = compute_metrics is not None
             ready = self.inputs.ready(

@@ -1,5 +1,5 @@
-"""The part of each trained parameter that a rank holds: under every engine, it is a run
-of the flattened parameter.
+"""The part of each trained parameter that a rank holds: under every engine, it is a
+range of the flattened parameter.
 
 It is all of it (copies), the rows of FSDP2, the partition of ZeRO-3, or the rank's own
 experts.
@@ -19,7 +19,7 @@ from fcsd.parallel.shard import KEPT
 
 @dataclass(frozen=True)
 class Part:
-    """The run [start, stop) of a parameter of `size` numbers; this rank has it at
+    """The range [start, stop) of a parameter of `size` numbers; this rank has it at
     `offset` of the flattened `slot`.
 
     slot: the tensor that the optimiser updates: the parameter itself, or ZeRO's flat
@@ -35,7 +35,7 @@ class Part:
     offset: int = 0
 
     def of(self, tensor: Any) -> Tensor:
-        """Return a view of this run in the slot, or in a state that is laid out like it."""
+        """Return a view of this range in the slot, or in a state that is laid out like it."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         end = self.offset + self.stop - self.start
         return local.detach().view(-1)[self.offset : end]

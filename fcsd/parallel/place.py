@@ -1,5 +1,6 @@
-"""Load a model for evaluation where it will be computed: whole on this rank's device,
-sharded over the ranks of the launch, or spread over the devices of one process.
+"""Load a model where it will be computed, for evaluation or as the student or teacher of
+a training: whole on this rank's device, sharded over the ranks of the launch, or spread
+over the devices of one process.
 
 Not covered: sharding itself (`fcsd.parallel.shard`).
 """

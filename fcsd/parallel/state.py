@@ -9,14 +9,14 @@ and numbers of ranks.
         metadata: `starts`    NAME -> where the part begins in the flattened parameter; `sizes` NAME -> its whole size
     optimizer.json            the settings of each parameter group, and what the optimiser counts (`step`)
 
-Under every engine a rank's part is a run of the flattened parameter: all of it (copies;
-the first rank writes), the rows of FSDP2, the partition of ZeRO-3, or the rank's own
-experts. So any engine and number of ranks can read a checkpoint of any other: each rank
-reads the runs that it needs. Values are stored unchanged, so the same ranks continue
-bit for bit.
+Under every engine a rank's part is a contiguous range of the flattened parameter: all of
+it (copies; the first rank writes), the rows of FSDP2, the partition of ZeRO-3, or the
+rank's own experts. So any engine and number of ranks can read a checkpoint of any other:
+each rank reads the ranges that it needs. Values are stored unchanged, so the same ranks
+continue bit for bit.
 
 Frozen parameters are not stored, because they have not changed since the run began.
-These files are no pickles. Of the others in a checkpoint (`fcsd.training.resumable`) the
+These files are no pickles. Of the others (`fcsd.training.checkpoints` lists them) the
 schedule and the random generators are, in `scheduler.pt` and `rng_state*.pth`; they are
 read with `weights_only`, which runs no code.
 
@@ -65,18 +65,18 @@ class StateFile:
     """A file of a rank's part: name -> (n,) numbers, and the metadata of its header."""
 
     name: str
-    runs: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
     def copied(self, into: dict[str, Tensor]) -> StateFile:
         """Return the file with a copy of its numbers in host memory: in the tensors of
         `into`, which are allocated if missing.
         """
-        for key, run in self.runs.items():
+        for key, tensor in self.tensors.items():
             if key not in into:
-                into[key] = torch.empty_like(run, device="cpu")
-            into[key].copy_(run)
-        return replace(self, runs={key: into[key] for key in self.runs})
+                into[key] = torch.empty_like(tensor, device="cpu")
+            into[key].copy_(tensor)
+        return replace(self, tensors={key: into[key] for key in self.tensors})
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the file; return the `bytes` and the `sha256` of the written content.
@@ -85,15 +85,17 @@ class StateFile:
         long once more), and writes the header's metadata in any order.
         """
         # Wide dtypes first, so that every tensor is aligned.
-        runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))
-        tensors = (
-            (name, _DTYPES[run.dtype], run.shape, run.nbytes)
-            for name, run in runs.items()
+        tensors = dict(
+            sorted(self.tensors.items(), key=lambda item: -item[1].element_size())
         )
-        head = safetensors_head(tensors, self.metadata)
+        entries = (
+            (name, _DTYPES[tensor.dtype], tensor.shape, tensor.nbytes)
+            for name, tensor in tensors.items()
+        )
+        head = safetensors_head(entries, self.metadata)
         # Hashed piece by piece while it is written, so the file is not read again.
         digest, number = hashlib.sha256(), 0
-        parts = [memoryview(head), *map(_bytes_of, runs.values())]
+        parts = [memoryview(head), *map(_bytes_of, tensors.values())]
         with (folder / self.name).open("wb") as file:
             for data in parts:
                 for start in range(0, len(data), _PIECE):
@@ -110,8 +112,8 @@ _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 _PIECE = 1 << 24
 
 
-def _bytes_of(run: Tensor) -> memoryview:
-    array: Any = run.view(torch.uint8).numpy()
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)
 
 
@@ -142,7 +144,7 @@ def state_files(
     return [
         StateFile(
             _numbered(path, number).name,
-            {key: run for key, _, run in entries},
+            {key: tensor for key, _, tensor in entries},
             {
                 "files": str(len(files)),
                 "starts": json.dumps({part.name: part.start for _, part, _ in entries}),
@@ -161,7 +163,7 @@ def write_weights(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks) 
         file.copied({}).write(folder)
 
 
-def write_settings(
+def write_optimizer_settings(
     folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks
 ) -> None:
     """Write, on the first rank, the optimiser's settings and counts; all ranks call
@@ -237,13 +239,13 @@ def _cut(
         }
         if part.name in average:
             tensors[f"{part.name}|{AVERAGE}"] = average[part.name]
-        for key, run in {part.name: part.of(part.slot), **tensors}.items():
+        for key, tensor in {part.name: part.of(part.slot), **tensors}.items():
             # A tensor is never split between files.
-            if files[-1] and size + run.nbytes > FILE_BYTES:
+            if files[-1] and size + tensor.nbytes > FILE_BYTES:
                 files.append([])
                 size = 0
-            files[-1].append((key, part, run))
-            size += run.nbytes
+            files[-1].append((key, part, tensor))
+            size += tensor.nbytes
     return files
 
 
@@ -287,11 +289,11 @@ def read_average(
     with ExitStack() as stack:
         stored = _Stored(folder, stack)
         for part in parts_of(model, optimizer, ranks):
-            run = torch.empty(
+            numbers = torch.empty(
                 part.stop - part.start, dtype=torch.float32, device=part.slot.device
             )
-            stored.read(f"{part.name}|{AVERAGE}", part, run)
-            average[part.name] = run
+            stored.read(f"{part.name}|{AVERAGE}", part, numbers)
+            average[part.name] = numbers
     return average
 
 
@@ -337,7 +339,8 @@ class _Stored:
 
     def __init__(self, folder: Path, stack: ExitStack):
         self.folder = folder
-        self.runs: dict[str, list[tuple[int, int, Any]]] = {}
+        # name -> the stored ranges of the flat tensor: begin, end, file
+        self.ranges: dict[str, list[tuple[int, int, Any]]] = {}
         self.sizes: dict[str, int] = {}
         files = {
             match[1]: match[2]
@@ -371,27 +374,27 @@ class _Stored:
         for name in file.keys():  # noqa: SIM118  a file, not a mapping
             start = starts[name.split("|")[0]]
             length = file.get_slice(name).get_shape()[0]
-            self.runs.setdefault(name, []).append((start, start + length, file))
+            self.ranges.setdefault(name, []).append((start, start + length, file))
         return int(metadata.get("files", "1"))
 
     def states(self, name: str) -> list[str]:
         """Return names of the optimiser's states of a parameter."""
-        keys = [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
+        keys = [key.split("|")[1] for key in self.ranges if key.startswith(f"{name}|")]
         return [key for key in keys if key != AVERAGE]
 
     def read(self, name: str, part: Part, into: Tensor) -> None:
-        """Copy the run of `part` of a stored tensor into the flat `into`."""
+        """Copy the range of `part` of a stored tensor into the flat `into`."""
         # A missing tensor is reported like one of another size.
-        held = self.sizes[part.name] if name in self.runs else "no"
+        held = self.sizes[part.name] if name in self.ranges else "no"
         if held != part.size:
             raise UserError(
                 f"{self.folder}: holds {held} numbers of '{name}' instead of"
                 f" {part.size}; it belongs to another model, or to other trainable"
                 " parameters"
             )
-        # The stored runs do not overlap, so counting the copied numbers shows gaps.
+        # The stored ranges do not overlap, so counting the copied numbers shows gaps.
         missing = part.stop - part.start
-        for start, stop, file in self.runs[name]:
+        for start, stop, file in self.ranges[name]:
             begin, end = max(start, part.start), min(stop, part.stop)
             if begin < end:
                 piece = file.get_slice(name)[begin - start : end - start]

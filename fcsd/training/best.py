@@ -283,7 +283,9 @@ class StopWhenScoreStalls(TrainerCallback):
     def on_save(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Drop all other weights: the checkpoint that names the best ones is on disk."""
+        """Drop all other weights, except those that a complete checkpoint names: the one
+        that is saved now may still be in the making.
+        """
         if self.stopper.best_step is not None and self.launch.first:
             drop_others(self.job, self.stopper.best_step, self.guarded.say)
 

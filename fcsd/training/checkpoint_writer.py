@@ -35,7 +35,7 @@ from fcsd.parallel.state import (
     check_state,
     schedule_state,
     state_files,
-    write_settings,
+    write_optimizer_settings,
 )
 from fcsd.training.checkpoints import PARTIAL, checkpoints, note_files, retire
 from fcsd.training.disk import trained_and_all
@@ -113,8 +113,9 @@ class CheckpointWriter:
         write_small_files: Callable[[Path], None],
         best: str | None,
     ) -> None:
-        """Write a checkpoint, once the previous one is done. best: the checkpoint that
-        is kept, however old.
+        """Write a checkpoint, once the previous one is done; of a large one, begin to
+        write it, and `finish` names it in a later step. best: the checkpoint that is
+        kept, however old.
         """
         self.close()
         # The Trainer may ask twice for the checkpoint of one step.
@@ -135,7 +136,7 @@ class CheckpointWriter:
         files: list[StateFile] = []
         try:
             with writing(self._folder / name):
-                files = self._begin(partial_folder, state)
+                files = self._write_settings(partial_folder, state)
                 write_small_files(partial_folder)
         # A rank must not leave while others wait for it: `finish` raises the
         # error on all.
@@ -149,12 +150,14 @@ class CheckpointWriter:
         copies = [file.copied(self._copies) for file in files]
         self._start(partial(self._write, partial_folder, copies))
 
-    def _begin(self, folder: Path, state: TrainingState) -> list[StateFile]:
-        """Write the small parts of optimiser and schedule; return the tensors' files."""
+    def _write_settings(self, folder: Path, state: TrainingState) -> list[StateFile]:
+        """Write the settings of optimiser and schedule; return the files of the tensors,
+        which are not written yet.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         sharded = (state.model, state.optimizer, self.launch.ranks)
         files = state_files(*sharded, average=state.average)
-        write_settings(folder, *sharded)
+        write_optimizer_settings(folder, *sharded)
         if self.args.should_save:
             schedule = schedule_state(state.scheduler, state.optimizer)
             torch.save(schedule, folder / SCHEDULE)
@@ -168,7 +171,9 @@ class CheckpointWriter:
             return False
         # Checked once, for the first checkpoint: later copies reuse its memory.
         if self._has_room is None:
-            need = sum(run.nbytes for file in files for run in file.runs.values())
+            need = sum(
+                tensor.nbytes for file in files for tensor in file.tensors.values()
+            )
             need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             room = available_memory()
             self._has_room = all(

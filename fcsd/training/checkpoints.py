@@ -1,6 +1,16 @@
 """The checkpoints of a run: list them, check that they are intact, and choose the one
 to continue from.
 
+    state-*.safetensors, optimizer.json   weights and optimiser (`fcsd.parallel.state`)
+    scheduler.pt                          the schedule (`fcsd.training.checkpoint_writer`)
+    rng_state.pth, or rng_state_R.pth     random generators, of each rank R (transformers)
+    trainer_state.json                    steps, log, callbacks (`fcsd.training.resumable`)
+    record.json                           settings and data (`fcsd.training.record`)
+    safety.json                           the guard (`fcsd.training.safety`)
+    balance.json                          the routers' biases, if the run balances loads
+    early_stopping.json                   scores and best step, with early stopping
+    files.json                            size and SHA-256 of each file above
+
 A checkpoint is written under a temporary name and renamed, so that a killed process
 leaves none that is half-written. A machine may still go down, or a disk lose or change
 data. Therefore the files and their names are flushed to the disk before the rename, and

@@ -136,6 +136,8 @@ def prepare_student(
     if objective.freeze_routers:
         freeze_routers(student)
     # Before the model is wrapped: the engines' hooks have to surround the loss head.
+    # Without shards `ReadyTrainer` detaches it, and attaches it again while it trains
+    # and evaluates (`with_loss_head`).
     attach_loss_head(student, objective.vocab_size)
     if launch.engine.shards:
         shard_student(student, launch, train)

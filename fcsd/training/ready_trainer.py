@@ -2,7 +2,7 @@
 for `fcsd.FCSDTrainer`.
 
 Its bases: `DistillTrainer` (`fcsd.training.trainer`) has the loop, `ResumableTrainer`
-(`fcsd.training.resumable`) the content of a checkpoint. The loss is
+(`fcsd.training.resumable`) writes checkpoints and continues from them. The loss is
 `fcsd.training.step_loss`; `fcsd.training.safety` handles failing steps.
 
 Not covered: loading models, tokenizing data, and saving the trained model
@@ -38,11 +38,11 @@ from fcsd.training.teachers.base import LiveTeacher
 from fcsd.training.trainer import DistillTrainer
 
 
-def begin(
+def seed_and_record(
     args: TrainingArguments, sections: Sections, launch: Launch, *, owner: Any = None
 ) -> TrainingRecord:
-    """Seed the random generators, and fit the arguments to the launch; return the
-    record of those that were given. owner: as of `TrainingRecord`.
+    """Seed the random generators, record the given arguments, and only then fit them to
+    the launch; return the record. owner: as of `TrainingRecord`.
     """
     set_seed(args.seed)
     record = TrainingRecord(args, sections, launch, owner=owner)
@@ -75,8 +75,9 @@ def fit_to_engine(args: TrainingArguments, sections: Sections, launch: Launch) -
 class ReadyTrainer(DistillTrainer):
     """A trainer of models in memory on packed rows, within `engine_environment`.
 
-    ready: models and rows. args, record: from `begin`. sections: a recipe's own, or
-    those of an `FCSDConfig`. compared: the teacher, also where the objective has none.
+    ready: models and rows. args, record: from `seed_and_record`. sections: a recipe's
+    own, or those of an `FCSDConfig`. compared: the teacher, also where the objective has
+    none.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The checkpoints of a trainer, from which a training continues exactly, under any
 engine and on any number of ranks.
 
-`fcsd.training.checkpoint_writer` writes what this module puts into a checkpoint.
+This module writes the small files of a checkpoint. `fcsd.training.checkpoint_writer` has
+the sequence in which all are written; `fcsd.training.checkpoints` lists them.
 """
 
 import math
@@ -84,8 +85,9 @@ class ResumableTrainer(Trainer):
     # ---- write
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint under a temporary name, rename it, then drop the oldest:
-        a checkpoint that has its name is complete.
+        """Begin to write the checkpoint under a temporary name. `CheckpointWriter.finish`
+        names it, for a large one in a later step, and drops the oldest: a checkpoint
+        that has its name is complete.
         """
         folder = (
             Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
@@ -127,8 +129,8 @@ class ResumableTrainer(Trainer):
 
     # ---- continue
 
-    def begin_state(self, max_steps: int, num_epochs: int) -> None:
-        """Begin the Trainer's state, or read that of the checkpoint."""
+    def start_or_load_state(self, max_steps: int, num_epochs: int) -> None:
+        """Start with a new state of the Trainer, or with that of the checkpoint."""
         self.state = TrainerState()
         self.state.train_batch_size = self._train_batch_size
         if self.continued_from is not None:

@@ -1,4 +1,4 @@
-"""One training run in one folder: from models and rows to a checkpoint, across any
+"""One training run in one folder: from models and rows to a trained model, across any
 number of restarts.
 
     folder/checkpoints/checkpoint-N   for an exact continuation; until `remove_checkpoints`
@@ -54,10 +54,10 @@ from fcsd.training.arguments import (
 from fcsd.training.checkpoints import checkpoints, newest_usable
 from fcsd.training.config import Sections, TrainConfig, micro_batches
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
-from fcsd.training.export import write_model
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.prepare import TrainingInputs
-from fcsd.training.ready_trainer import ReadyTrainer, begin
+from fcsd.training.ready_trainer import ReadyTrainer, seed_and_record
+from fcsd.training.save_model import write_model
 
 
 def train(
@@ -91,7 +91,7 @@ def _train(
     try:
         check_reporters(train.report_to)
         args = RecipeArguments.of(sections, job, launch, inputs.student)
-        record = begin(args, sections, launch, owner=job.owner)
+        record = seed_and_record(args, sections, launch, owner=job.owner)
         # Read before the student is cast to the dtype of the training.
         dtypes = launch.ranks.from_first(partial(saved_dtypes, inputs.student))
         trainer = ReadyTrainer(

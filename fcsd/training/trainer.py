@@ -50,7 +50,8 @@ OVERRIDDEN = {
     "_inner_training_loop": "training/trainer.py: the Trainer's loop cannot skip a"
     " step by its loss and norm, and loads a checkpoint in the format of one engine",
     "_save_checkpoint": "training/resumable.py: the Trainer's checkpoint has per-expert"
-    " names, which it loads non-strictly, and a name before it is complete",
+    " names, which it loads non-strictly, and a name before it is complete (in"
+    " api/trainer.py also for pushing it)",
     "_move_model_to_device": "training/trainer.py: shards that are kept in host memory"
     " would be moved to the device",
     "_load_best_model": "api/trainer.py: the Trainer would look for a whole model in a"
@@ -63,9 +64,9 @@ what breaks without it.
 
 class DistillTrainer(ResumableTrainer):
     """Minimise an `Objective` over packed rows, while a `Guard` decides on every step;
-    the base class of `FCSDTrainer`.
+    the base class of `ReadyTrainer`, which prepares models and rows.
 
-    The model must carry a loss head (`fcsd.training.losses.head.attach_loss_head`).
+    In training the model must carry a loss head; `ReadyTrainer` attaches and detaches it.
     `teacher` is needed for the objectives that compare with one. `sections` hold the
     settings that `args` have no field for: the objective, the training and the reaction
     to a step that goes wrong. `record` is written into each checkpoint and states its
@@ -74,8 +75,8 @@ class DistillTrainer(ResumableTrainer):
     row_order: of the rows of each epoch; None where there are none to train on.
     """
 
-    # `compute_loss` divides by the number of kept tokens of the whole step, so the
-    # Trainer must not divide by the number of micro-batches again.
+    # `StepLoss` divides by the number of kept tokens of the whole step, so the Trainer
+    # must not divide by the number of micro-batches again.
     loss_is_scaled_for_ga = True
     row_order: EpochRows | None = None
 
@@ -148,7 +149,7 @@ class DistillTrainer(ResumableTrainer):
             self.continued_from = Path(str(resume_from_checkpoint))
         try:
             # The Trainer would load a checkpoint at a time that depends on the engine,
-            # in that engine's format; `_begin` is the same for all engines.
+            # in that engine's format; `_load_or_start` is the same for all engines.
             with self.step_loss.capped(self.plain_model, self.settings):
                 return super().train(None, trial, ignore_keys_for_eval)
         # Also for signals: a thread may still be writing a checkpoint.
@@ -172,17 +173,18 @@ class DistillTrainer(ResumableTrainer):
         num_epochs, epoch_steps, _, num_rows, _, _, max_steps = (
             self.set_initial_training_values(self.args, loader)
         )
-        self.begin_state(max_steps, num_epochs)
+        self.start_or_load_state(max_steps, num_epochs)
         _refuse_reentrant_checkpointing(self.plain_model)
         self.note_training()
         model, loader = self._prepare_for_training(max_steps, loader, None)
-        self._begin(max_steps)
-        report = partial(
+        self._load_or_start(max_steps)
+        start_time = time.time()
+        log_and_save = partial(  # evaluates, too; nothing else saves checkpoints
             self._maybe_log_save_evaluate,
             model=model,
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
-            start_time=time.time(),
+            start_time=start_time,
         )
         model.zero_grad()
         self._tell("on_train_begin")
@@ -210,17 +212,17 @@ class DistillTrainer(ResumableTrainer):
                     self.state.epoch = epoch + (step + 1) / epoch_steps
                     self._tell("on_step_end")
                     self._settle_control()
-                    report(self._tr_loss, norm, epoch=epoch, learning_rate=rate)
+                    log_and_save(self._tr_loss, norm, epoch=epoch, learning_rate=rate)
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
             first_step, resumes = 0, False
             self._tell("on_epoch_end")
             self._settle_control()
-            report(self._tr_loss, norm, epoch=epoch, learning_rate=rate)
+            log_and_save(self._tr_loss, norm, epoch=epoch, learning_rate=rate)
             if self.control.should_training_stop:
                 break
         self.checkpoint_writer.close()
-        return self._finalize_training(trial, num_rows, report.keywords["start_time"])
+        return self._finalize_training(trial, num_rows, start_time)
 
     def optimizer_step(
         self,
@@ -248,7 +250,7 @@ class DistillTrainer(ResumableTrainer):
             self.own_text.write(self.plain_model, micro_batches, step)
         # Count the kept tokens of all ranks: the loss is their mean.
         num_kept = step_loss.begin_step(student, micro_batches, step, args.device)
-        # Let the teacher see all of them before the student's first pass.
+        # Let the teacher see all of them first (`kl+l2`: one at a time, in `step_loss`).
         step_loss.ask_teacher(micro_batches)
         if restores_random:
             self._load_rng_state(str(self.continued_from))
@@ -344,8 +346,8 @@ class DistillTrainer(ResumableTrainer):
         last = saved_checkpoints[-1] if saved_checkpoints else None
         return self.guarded.stopped(step, last)
 
-    def _begin(self, max_steps: int) -> None:
-        """Begin the sums and load the checkpoint, now that there is an optimiser."""
+    def _load_or_start(self, max_steps: int) -> None:
+        """Load the checkpoint, and start the sums, now that there is an optimiser."""
         if self.is_deepspeed_enabled:
             begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
         if self.step_loss.distance is not None:

@@ -42,9 +42,9 @@ from fcsd.parallel.shard import (
     zero_settings,
 )
 from fcsd.training.config import TrainConfig
-from fcsd.training.export import write_model
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.prepare import freeze_embeddings_and_head
+from fcsd.training.save_model import write_model
 from fcsd.training.teachers.base import ModelTeacher
 from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of

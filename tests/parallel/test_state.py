@@ -17,7 +17,7 @@ from fcsd.parallel.state import (
     check_state,
     read_state,
     state_files,
-    write_settings,
+    write_optimizer_settings,
 )
 from tests.reference.tiny import tiny_model
 from tests.support import user_error
@@ -42,7 +42,7 @@ def trained(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
 def write_state(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     for file in state_files(model, optimizer, ALONE):
         file.copied({}).write(folder)
-    write_settings(folder, model, optimizer, ALONE)
+    write_optimizer_settings(folder, model, optimizer, ALONE)
 
 
 def go_on(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -23,8 +23,8 @@ from fcsd.parallel.join import join_launch
 from fcsd.parallel.shard import shard_student
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig
-from fcsd.training.export import write_model
 from fcsd.training.losses.head import attach_loss_head
+from fcsd.training.save_model import write_model
 from tests.parallel.test_engines import NEEDS_DEEPSPEED, launch, on_rank
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
@@ -400,7 +400,7 @@ def test_weights_that_are_no_numbers_are_compared_too(tmp_path: Path) -> None:
 def test_where_memory_is_short_the_model_is_not_loaded_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fcsd.training.export.available_memory", lambda: 1000)
+    monkeypatch.setattr("fcsd.training.save_model.available_memory", lambda: 1000)
     model = tiny_model("mixtral")
     write_model(
         model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch()

@@ -12,7 +12,7 @@ from fcsd.cli.main import main
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.join import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.export import write_model
+from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
 from tests.support import Bench, make_bench, run_command
 

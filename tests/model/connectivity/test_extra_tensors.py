@@ -20,7 +20,7 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.parallel.join import join_launch
-from fcsd.training.export import write_model
+from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
 from tests.support import user_error
 
