@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Distils a real model on one GPU in bfloat16, from calibrated and from copied weights (examples/real/gpu.py), and measures
-# a step, its overlap and a decoding step, on a machine that may have no network. Results: STATE/results.tar.gz.
+# Measures the front of a real model on one GPU in bfloat16 (examples/real/front.py), and a step, its overlap and a decoding
+# step, on a machine that may have no network. Results: STATE/results.tar.gz.
 #
 #     benchmarks/real_gpu.sh pack PARTS          where packages can be downloaded: packages, model and data, in parts
 #     benchmarks/real_gpu.sh add STATE PART...   on the GPU's machine, which needs no network: once for each part
@@ -114,7 +114,7 @@ run() {
         overlap=(--device cuda)
         decode=(--batch 16 64 256 --sms 8 24 --minutes 3)
     else
-        options+=(--small --workers 1 --only quarter-1e-4-s0)
+        options+=(--small --workers 1 --only shared-none,shared-14-calibrated-98304 --items 4 --prompts 4 --ifeval 0)
         step=(--dim 64 --layers 1 --length 64 --rows 2 --vocab 512 --rounds 1)
         overlap=(--exchange-ms 2 --rounds 1 --layers 2 --modes regular full)
         decode=(--device cpu --layers 1 --batch 1 --length 256 --rounds 1)
@@ -127,11 +127,11 @@ run() {
     [ -e "$state/step.json" ] || "$PYTHON" -m benchmarks.step "${step[@]}" --json "$state/step.json"
     [ -e "$state/decode-step.json" ] || "$PYTHON" -m benchmarks.decode_step "${decode[@]}" \
         --json "$state/decode-step.json" --times "$state/decode-times" || say "the decoding step: not all was measured"
-    say "trainings"
-    "$PYTHON" examples/real/gpu.py "$state/gpu" --model "$model" "${options[@]}" \
+    say "the front"
+    "$PYTHON" examples/real/front.py "$state/front" --model "$model" "${options[@]}" \
         --minutes $(((end - $(date +%s)) / 60)) || status=$?
     (cd "$state" && tar -czf results.new --exclude='*.safetensors' ./*.json ./decode-times/*.json \
-        gpu/results gpu/scores gpu/logs)
+        front/front.* front/results front/scores front/logs)
     mv "$state/results.new" "$state/results.tar.gz"
     say "$state/results.tar.gz"
     return $status

@@ -7,6 +7,7 @@ from fcsd.base.errors import UserError
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
+    device_map_argument,
     field_options,
     json_argument,
     model_argument,
@@ -94,6 +95,31 @@ def _calibrate(arguments: Namespace) -> None:
         print(arguments.out)
 
 
+def _mtp(arguments: Namespace) -> None:
+    from fcsd.data.config import RowsConfig, SourceConfig, source_option
+    from fcsd.model.config import ModelConfig
+    from fcsd.training.config import MtpConfig
+
+    options = vars(arguments)
+    source = source_option(arguments.text, "--text")
+    original = ModelConfig(path=arguments.original) if arguments.original else None
+    quiet_transformers()
+    from fcsd.parallel.join import join_launch
+    from fcsd.pipeline.mtp import align_mtp
+
+    align_mtp(
+        ModelConfig.from_options(options, path=arguments.model),
+        arguments.out,
+        SourceConfig.from_plain(source, "--text"),
+        RowsConfig.from_options(options),
+        MtpConfig.from_options(options),
+        join_launch(),
+        original=original,
+        device_map=arguments.device_map,
+    )
+    print(arguments.out)
+
+
 def _dequantize(arguments: Namespace) -> None:
     from fcsd.model.quantised.dequantise import dequantize_checkpoint
 
@@ -154,14 +180,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     out_argument(parser, "new folder; OUT.partial holds unfinished work")
     connectivity_arguments(parser, "all")
-    parser.add_argument(
-        "--text",
-        required=True,
-        help=(
-            ".jsonl file, data set folder or hub id, or one source as in a recipe's"
-            " data.train, in YAML: '{path: X, columns: {text: body}, split: train}'"
-        ),
-    )
+    _text_argument(parser)
     from fcsd.data.config import DataConfig
     from fcsd.training.config import CalibrationConfig
 
@@ -176,6 +195,34 @@ def _calibrate_options(parser: ArgumentParser) -> None:
         ),
     )
     task_arguments(parser, "then measure the calibrated model on this task")
+
+
+def _text_argument(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--text",
+        required=True,
+        help=(
+            ".jsonl file, data set folder or hub id, or one source as in a recipe's"
+            " data.train, in YAML: '{path: X, columns: {text: body}, split: train}'"
+        ),
+    )
+
+
+def _mtp_options(parser: ArgumentParser) -> None:
+    model_argument(parser)
+    out_argument(parser, "new folder; written under another name, then renamed")
+    _text_argument(parser)
+    parser.add_argument(
+        "--original",
+        metavar="MODEL",
+        help="measure the drafts of the model that MODEL was converted from, too",
+    )
+    from fcsd.data.config import RowsConfig
+    from fcsd.training.config import MtpConfig
+
+    field_options(parser, MtpConfig, "tokens", "learning_rate", "batch_size")
+    field_options(parser, RowsConfig, "max_length", "loss_on")
+    device_map_argument(parser)
 
 
 def _copy_options(parser: ArgumentParser) -> None:
@@ -211,6 +258,15 @@ COMMANDS = {
         "It holds one layer's weights in memory at a time. The same command continues"
         " an interrupted calibration. To share the text among several GPUs: accelerate"
         " launch -m fcsd calibrate …",
+    ),
+    "mtp": Command(
+        "Train the layers for multi-token prediction (MTP) of a converted checkpoint on"
+        " its own hidden states, so that an engine that drafts with them accepts more.",
+        _mtp_options,
+        _mtp,
+        "Nothing else in the checkpoint changes. An eighth of the text is left out, to"
+        " measure how many drafts are accepted, before and after. DeepSeek-V3 and GLM-4"
+        " MoE (docs/convert.md); one process.",
     ),
     "dequantize": Command(
         "Write a quantised checkpoint in bfloat16, so that it can be converted,"

@@ -338,6 +338,14 @@ class CalibrationConfig(Strict):
     starts_training: bool = True
 
 
+class MtpConfig(Strict):
+    """Train the MTP layers of a converted model on its hidden states (`fcsd mtp`)."""
+
+    tokens: int = option(1_048_576, "number of tokens of the text to train on", gt=0)
+    learning_rate: float = option(1e-4, "highest learning rate", gt=0, lt=1)
+    batch_size: int = option(8, "rows of text in a step", gt=0)
+
+
 class SweepConfig(Strict):
     """Batch size first, at train.learning_rate; then learning rate, at the best batch
     size (paper 5.1).

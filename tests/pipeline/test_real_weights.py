@@ -178,9 +178,9 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(
     assert (tmp_path / "run" / "publish" / "README.md").is_file()
 
 
-def test_the_trainings_on_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
-    """Runs `benchmarks/real_gpu.sh` on a small scale: no time for a training at first,
-    then to its end.
+def test_the_front_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
+    """Runs `benchmarks/real_gpu.sh` on a small scale: no time for a point at first, then
+    to its end.
     """
     assert DATA is not None
     state = tmp_path / "state"
@@ -190,7 +190,7 @@ def test_the_trainings_on_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "benchmarks" / "real_gpu.sh"), "run", str(state)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 75, ended.stdout + ended.stderr
-    assert "0 of 1 trainings" in ended.stdout
+    assert "0 of 2 points" in ended.stdout
 
     ended = subprocess.run(
         command, env=environment | {"MINUTES": "60"}, capture_output=True, text=True
@@ -198,17 +198,26 @@ def test_the_trainings_on_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     with tarfile.open(state / "results.tar.gz") as file:
         names = {*file.getnames()}
-        result = json.load(
-            file.extractfile("gpu/results/calibrated-28-quarter-1e-4-s0.json")  # type: ignore[arg-type]
-        )
-    assert {*result["kl"]} == {"conversations", "own", "hellaswag", "piqa"}
-    assert all(mean > 0 < error for mean, error in result["kl"].values())
-    assert {*result["scores"]} == {"hellaswag", "piqa", "arc_easy"}
-    assert result["curve"]["points"][-1]["step"] == 2
+        [row] = json.load(file.extractfile("front/front.json"))  # type: ignore[arg-type]
+    # Two layers: all of their blocks are the cheapest 14.
+    assert row["name"] == "shared-14-calibrated-98304"
+    assert row["connectivity"] == {
+        "layers": [0, 1], "attention": "partial", "mlp": "outdated"
+    }  # fmt: skip
+    assert (row["overlapped"], row["collectives"]) == (3, 4)
+    assert {*row["kl"]} == {"conversations", "Wikipedia", "hellaswag", "piqa"}
+    assert all(mean > 0 < error for mean, error in row["kl"].values())
+    assert row["own_text_kl"][0] > 0
+    assert {*row["tasks"]} == {"hellaswag", "piqa", "arc_easy"}
+    assert row["choice"][0] == pytest.approx(
+        sum(change for change, _ in row["tasks"].values()) / 3
+    )
     assert {
         "./step.json",
         "./overlap-60.json",
         "./decode-step.json",
         "./decode-times/1-15us-24sms.json",
-        "gpu/scores/dense/results.json",
+        "front/front.png",
+        "front/results/shared-none.json",
+        "front/scores/shared-none/results.json",
     } <= names

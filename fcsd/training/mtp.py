@@ -1,0 +1,340 @@
+"""Train the layers for multi-token prediction (MTP) of a converted model, with which
+engines draft tokens: they were trained on the original's hidden states, and the
+converted model's are others.
+
+An MTP layer k (from 0) reads the final hidden state at position t and the tokens up to
+t+1+k, and predicts token t+2+k. An engine accepts its draft where the model itself would
+have chosen that token, so that its target is the model's own distribution at t+1+k:
+
+    loss = sum over k of the mean of KL(p_model || q_k) per token
+
+The model, its embeddings and head are frozen, as are the routers and routed experts of
+the MTP layers, most of their weights. What is left (two norms, the projection, attention,
+the shared expert, the last norm) decides how the new states are read.
+
+Not covered: families whose MTP layers transformers cannot run; several processes; deeper
+MTP layers on drafts of their own (they are trained and measured on the text's tokens).
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel, get_scheduler
+from transformers.modeling_layers import MtpModel
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import progress_bar
+from fcsd.data.batches import NO_LOSS, Batch, in_batches, trim_padding
+from fcsd.model.families.structure import output_head
+from fcsd.parallel.ranks import input_device
+from fcsd.training.losses.head import final_hidden, head_logits
+from fcsd.training.losses.heldout_kl import kl_sum
+
+_FROZEN = re.compile(r"\.(experts|gate|router)\.")
+"""Parameters of an MTP layer's routed experts and router, by name."""
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The matrices of an expert in the files, by the tensor of all experts in transformers."""
+_CHUNK_TOKENS = 256
+_RATE_KINDS = ("greedy", "sampled")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often drafts are accepted, over `tokens` positions with loss.
+
+    greedy: for each MTP layer, the share of positions at which its likeliest token is
+    the model's. sampled: the mean of sum(min(p, q)), the share that rejection sampling
+    accepts at temperature 1. length: tokens of an engine's step, 1 + the drafts that are
+    accepted one after another (greedy).
+    """
+
+    tokens: int
+    greedy: list[float]
+    sampled: list[float]
+    length: float
+
+
+class MtpLayers:
+    """The MTP layers of a model, as transformers runs them.
+
+    Raises:
+        UserError: the model has none, transformers cannot run them, or they are stored
+            in another form than DeepSeek-V3's.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, folder: Path, files: Sequence[str]
+    ) -> None:
+        self.model: Any = model
+        config: Any = model.config.get_text_config()
+        self.count = getattr(config, "num_mtp_layers", None) or 0
+        if not self.count:
+            raise UserError(
+                f"{folder}: its config promises no MTP layers that transformers can run"
+                f" (model_type {config.model_type}); there is nothing to train"
+            )
+        self._begin = config.num_hidden_layers
+        names = _names_at(folder, files, range(self._begin, self._begin + self.count))
+        if not names:
+            raise UserError(
+                f"{folder}: its config promises {self.count} MTP layers, but no tensor"
+                f" is named layers.{self._begin}.…; fcsd knows MTP layers behind the"
+                " decoder layers alone"
+            )
+        self.mtp = MtpModel(model, self.count).to(input_device(model), model.dtype)
+        stored = _fill(self.mtp.layers, folder, names, self._begin)
+        self.stored = {
+            stored[key]: parameter
+            for key, parameter in self.mtp.layers.named_parameters()
+            if key in stored and not _FROZEN.search(f".{key}")
+        }
+        model.requires_grad_(False)
+        self.mtp.requires_grad_(False)
+        # Trained in float32; engines read what the files had.
+        self.mtp.layers.float()
+        for parameter in self.stored.values():
+            parameter.requires_grad_(True)
+
+    def states(
+        self, batch: Batch, hidden: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield for each MTP layer its states, the model's states of the same tokens, and
+        their ids: (N, D), (N, D), (N,), for the N tokens with loss that it predicts.
+
+        hidden: (B, T, D) final states of the model.
+        """
+        ids, positions, labels = (
+            batch["input_ids"],
+            batch["position_ids"],
+            batch["labels"],
+        )
+        length = ids.shape[1]
+        previous = hidden.float()
+        for k in range(self.count):
+            seen = length - 1 - k
+            embedded = self.model.get_input_embeddings()(ids[:, k + 1 :])
+            previous = self.mtp.forward_layer(
+                k,
+                previous[:, :seen],
+                positions[:, k + 1 :],
+                None,
+                inputs_embeds=embedded.float(),
+            )
+            target = labels[:, k + 2 :]
+            keep = target != NO_LOSS
+            yield previous[:, :-1][keep], hidden[:, k + 1 : -1][keep], target[keep]
+
+    def loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """Return the sum over layers of their mean KL, and the number of tokens that the
+        first one predicts.
+        """
+        head = output_head(self.model)
+        total, count = zero_of(self.mtp), 0
+        for states, targets, _ in self.states(batch, self.hidden(batch)):
+            config = self.model.config
+            kl = kl_sum((targets, head, config), (states, head, config))
+            total = total + kl / max(1, len(states))
+            count = count or len(states)
+        return total, count
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return the model's final hidden states (B, T, D)."""
+        ids = batch["input_ids"]
+        flat = final_hidden(self.model, ids, batch["position_ids"], None)
+        return flat.reshape(*ids.shape, -1)
+
+    @torch.no_grad()
+    def acceptance(self, batches: Sequence[Batch]) -> Acceptance:
+        """Measure how often drafts of these layers are accepted."""
+        device = input_device(self.model)
+        rates = {
+            kind: torch.zeros(self.count, dtype=torch.float64) for kind in _RATE_KINDS
+        }
+        counts = torch.zeros(self.count, dtype=torch.float64)
+        accepted = 0.0
+        for batch in progress_bar(batches, desc="acceptance", unit="batch"):
+            batch = {name: value.to(device) for name, value in batch.items()}
+            # A layer further on predicts the tokens behind; the first positions of a row
+            # are those that all layers draft from.
+            chain: Tensor | None = None
+            for k, (states, targets, _) in enumerate(
+                self.states(batch, self.hidden(batch))
+            ):
+                equal, overlap = self._agreement(states, targets)
+                rates["greedy"][k] += equal.sum().item()
+                rates["sampled"][k] += overlap.sum().item()
+                counts[k] += len(equal)
+                drawn = _by_draft(equal, batch["labels"], k)
+                chain = drawn if chain is None else chain[:, : drawn.shape[1]] * drawn
+                accepted += chain.sum().item()
+        greedy, sampled = ((rates[kind] / counts).tolist() for kind in _RATE_KINDS)
+        return Acceptance(
+            int(counts[0].item()), greedy, sampled, 1 + accepted / counts[0].item()
+        )
+
+    def _agreement(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whether the likeliest tokens are equal, and sum(min(p, q)): (N,), (N,)."""
+        equal, overlap = [], []
+        dtype = output_head(self.model).weight.dtype
+        for own, model in zip(
+            states.split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
+        ):
+            q, p = (
+                head_logits(self.model, each.to(dtype)).float() for each in (own, model)
+            )
+            equal.append(q.argmax(-1) == p.argmax(-1))
+            overlap.append(torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1))
+        if not equal:
+            return states.new_zeros(0), states.new_zeros(0)
+        return torch.cat(equal), torch.cat(overlap)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the trained tensors by their names in the files, in float32."""
+        return {name: p.detach().cpu() for name, p in self.stored.items()}
+
+
+def zero_of(module: nn.Module) -> Tensor:
+    """Return a zero that depends on all trained parameters, so that a batch without
+    targets has gradients, too.
+    """
+    parts = [p.sum() * 0 for p in module.parameters() if p.requires_grad]
+    return torch.stack(parts).sum()
+
+
+def _by_draft(equal: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Return (B, T-2-k): 1 where layer k's draft from this position is accepted."""
+    keep = labels[:, k + 2 :] != NO_LOSS
+    found = torch.zeros(keep.shape, device=keep.device)
+    found[keep] = equal.to(found.dtype)
+    return found
+
+
+def train_mtp(
+    layers: MtpLayers,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    batch_rows: int,
+    learning_rate: float,
+) -> dict[str, Any]:
+    """Train on rows once, with AdamW and a cosine schedule; return what happened."""
+    batches = in_batches(rows, batch_rows)
+    optimizer = torch.optim.AdamW(
+        layers.stored.values(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    scheduler = get_scheduler(
+        "cosine", optimizer, max(1, len(batches) // 20), len(batches)
+    )
+    device, losses, tokens = input_device(layers.model), [], 0
+    begin = time.perf_counter()
+    with progress_bar(batches, desc="MTP layers", unit="step") as bar:
+        for batch in bar:
+            batch = {
+                name: value.to(device) for name, value in trim_padding(batch).items()
+            }
+            with _autocast(layers.model, device):
+                loss, count = layers.loss(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(layers.stored.values(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            tokens += count
+            if not torch.isfinite(loss):
+                raise UserError(
+                    f"MTP layers: the loss is {loss.item()} after {len(losses)} steps;"
+                    " use a lower --learning-rate"
+                )
+            bar.set_postfix_str(f"KL {losses[-1]:.3f}")
+    return {
+        "steps": len(losses),
+        "tokens": tokens,
+        "first_loss": losses[0],
+        "last_loss": sum(losses[-10:]) / len(losses[-10:]),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+
+
+def _autocast(model: PreTrainedModel, device: torch.device) -> Any:
+    low = model.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, model.dtype if low else None, enabled=low)
+
+
+# ---- names in the files
+
+
+def _names_at(folder: Path, files: Sequence[str], layers: range) -> dict[str, str]:
+    """Return the tensors of layers with these numbers, and the file of each."""
+    numbers = "|".join(map(str, layers))
+    wanted = re.compile(rf"(^|\.)layers\.({numbers})\.")
+    found: dict[str, str] = {}
+    for name in files:
+        with safe_open(folder / name, framework="pt") as file:
+            found |= {key: name for key in file.keys() if wanted.search(key)}  # noqa: SIM118
+    return found
+
+
+def _fill(
+    layers: nn.Module, folder: Path, names: Mapping[str, str], begin: int
+) -> dict[str, str]:
+    """Copy the files' tensors into transformers' MTP layers, and return the names of those
+    that are a single tensor in the files.
+
+    Raises:
+        UserError: a tensor is missing, quantised or of another shape.
+    """
+
+    def tensor(name: str) -> Tensor:
+        if name not in names:
+            raise UserError(
+                f"{folder}: its MTP layers lack '{name}', which transformers' layer has;"
+                " fcsd knows those of DeepSeek-V3 and GLM-4 MoE"
+            )
+        with safe_open(folder / names[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    prefix = next(iter(names)).partition("layers.")[0]
+    stored = {}
+    for key, value in layers.state_dict().items():
+        name = prefix + _stored_name(key, begin)
+        experts, _, part = name.rpartition(".experts.")
+        if part in _EXPERTS:
+            found = torch.stack([
+                torch.cat([
+                    tensor(f"{experts}.experts.{number}.{each}.weight")
+                    for each in _EXPERTS[part]
+                ])
+                for number in range(len(value))
+            ])  # fmt: skip
+        else:
+            found, stored[key] = tensor(name), name
+        if (
+            found.shape != value.shape
+            or not found.is_floating_point()
+            or found.element_size() < 2
+        ):
+            raise UserError(
+                f"{folder}: '{name}' is {found.dtype} {tuple(found.shape)}; a floating"
+                f" tensor {tuple(value.shape)} is needed (`fcsd dequantize` writes"
+                " quantised weights in bfloat16)"
+            )
+        value.copy_(found)
+    return stored
+
+
+def _stored_name(key: str, begin: int) -> str:
+    """Return the name in the files of a parameter of transformers' MTP layers, without
+    what stands before `layers.`.
+    """
+    number, _, rest = key.partition(".")
+    rest = rest.removeprefix("mtp_block.")
+    rest = re.sub(r"^post_norm\.", "shared_head.norm.", rest)
+    return f"layers.{begin + int(number)}.{rest}"

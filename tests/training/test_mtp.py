@@ -1,0 +1,250 @@
+"""MTP layers of a converted model: transformers runs them, fcsd trains them and writes
+them back. References: float64 by hand, and transformers' own drafting.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import modeling_layers
+from transformers.modeling_layers import MtpModel
+
+from fcsd.data.batches import NO_LOSS, in_batches
+from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.training.mtp import MtpLayers
+from tests.reference.tiny import tiny_model
+from tests.support import run_command, user_error, write_rows
+
+FAMILIES = ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.breadth)]
+WEIGHTS = "model.safetensors"
+
+
+def checkpoint_with_mtp(folder: Path, family: str, **config: Any) -> Path:
+    """Write a tiny model with random MTP layers behind its decoder layers."""
+    torch.manual_seed(1)
+    model = tiny_model(family, **config)
+    model.config.num_mtp_layers = 1
+    model.save_pretrained(folder)
+    layer = MtpModel(model, 1).layers[0]
+    begin = f"model.layers.{model.config.num_hidden_layers}."
+    tensors = {}
+    for name, value in layer.state_dict().items():
+        value = torch.randn(value.shape) * 0.2 + (value.ndim == 1)
+        name = name.removeprefix("mtp_block.").replace(
+            "post_norm.", "shared_head.norm."
+        )
+        # The files have the matrices of each expert.
+        if name == "mlp.experts.gate_up_proj":
+            for expert, (gate, up) in enumerate(each.chunk(2) for each in value):
+                tensors[f"mlp.experts.{expert}.gate_proj.weight"] = gate.clone()
+                tensors[f"mlp.experts.{expert}.up_proj.weight"] = up.clone()
+        elif name == "mlp.experts.down_proj":
+            for expert, down in enumerate(value):
+                tensors[f"mlp.experts.{expert}.down_proj.weight"] = down.clone()
+        else:
+            tensors[name] = value
+    extra = {begin + name: value for name, value in tensors.items()}
+    save_file(load_file(folder / WEIGHTS) | extra, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def mtp_layers(folder: Path) -> MtpLayers:
+    model = load_model(folder, connectivity=Connectivity("all"))
+    return MtpLayers(model.eval(), folder, [WEIGHTS])
+
+
+def random_rows(vocab_size: int, number: int, length: int) -> list[dict[str, Any]]:
+    generator = np.random.default_rng(0)
+    rows = []
+    for _ in range(number):
+        ids = generator.integers(0, vocab_size, length)
+        labels = np.where(np.arange(length) < 3, NO_LOSS, ids)
+        rows.append(
+            {"input_ids": ids, "position_ids": np.arange(length), "labels": labels}
+        )
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_acceptance_are_those_by_hand(family: str, tmp_path: Path) -> None:
+    layers = mtp_layers(checkpoint_with_mtp(tmp_path, family))
+    [batch] = in_batches(random_rows(layers.model.config.vocab_size, 3, 12), 3)
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    model, mtp = layers.model, layers.mtp
+    with torch.no_grad():
+        out = model(input_ids=ids, position_ids=positions, output_hidden_states=True)
+        hidden = out.hidden_states[-1]
+        # Position t of the layer has the state of t and the token t+1.
+        drafts = mtp.forward_layer(
+            0, hidden[:, :-1], positions[:, 1:], None, input_ids=ids[:, 1:]
+        )
+        q = model.lm_head(drafts).double().log_softmax(-1)[:, :-1]
+        p = out.logits.double().log_softmax(-1)[:, 1:-1]
+    keep = batch["labels"][:, 2:] != NO_LOSS
+    kl = (p.exp() * (p - q)).sum(-1)[keep]
+
+    loss, count = layers.loss(batch)
+    assert count == int(keep.sum()) == 3 * 9
+    assert loss.item() == pytest.approx(kl.mean().item(), rel=1e-4)
+    found = layers.acceptance([batch])
+    assert found.tokens == count
+    equal = (p.argmax(-1) == q.argmax(-1))[keep].double().mean().item()
+    assert found.greedy == [pytest.approx(equal)]
+    assert found.length == pytest.approx(1 + equal)
+    overlap = torch.minimum(p.exp(), q.exp()).sum(-1)[keep].mean().item()
+    assert found.sampled == [pytest.approx(overlap, rel=1e-4)]
+
+
+def test_an_engine_accepts_as_many_drafts_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers drafts with the same layers: from the positions at which our greedy
+    drafts agree follows how many passes it needs.
+    """
+    layers = mtp_layers(checkpoint_with_mtp(tmp_path, "deepseek_v3"))
+    model = layers.model
+    prompt = torch.randint(
+        0, model.config.vocab_size, (1, 5), generator=torch.Generator().manual_seed(3)
+    )
+    greedy = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None}
+    plain = model.generate(prompt, **greedy)
+    passes = []
+    monkeypatch.setattr(
+        modeling_layers.MtpModel, "from_pretrained", lambda *args, **options: layers.mtp
+    )
+    watch = model.lm_head.register_forward_hook(lambda *_: passes.append(1))
+    drafted = model.generate(prompt, use_mtp=True, **greedy)
+    watch.remove()
+    assert torch.equal(plain, drafted)
+
+    [batch] = in_batches([
+        {"input_ids": plain[0].numpy(), "position_ids": np.arange(plain.shape[1]), "labels": plain[0].numpy()}
+    ], 1)  # fmt: skip
+    [(states, targets, _)] = layers.states(batch, layers.hidden(batch))
+    equal, _ = layers._agreement(states, targets)
+    # The pass at position t chooses token t+1; an accepted draft is token t+2.
+    position, needed = prompt.shape[1] - 1, 0
+    while position + 1 < plain.shape[1]:
+        needed += 1
+        accepted = position + 2 < plain.shape[1] and bool(equal[position])
+        position += 2 if accepted else 1
+    assert 0 < equal.float().mean() < 1
+    # Each step of drafting runs the head twice: the draft, then the model.
+    model_passes = len(passes) - drafts_in(passes, needed)
+    assert abs(model_passes - needed) <= 1
+
+
+def drafts_in(passes: list[int], needed: int) -> int:
+    """Return how many of the head's passes were drafts: one follows each pass of the
+    model but the last.
+    """
+    return len(passes) // 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_command_trains_them_and_changes_nothing_else(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny_tokenizer(300)
+    original = checkpoint_with_mtp(
+        tmp_path / "original", family, vocab_size=len(tokenizer)
+    )
+    tokenizer.save_pretrained(original)
+    convert_checkpoint(original, tmp_path / "converted", Connectivity("all"))
+    text = tmp_path / "text.jsonl"
+    write_rows(
+        text, [{"text": f"{n} and {n + 1} make {2 * n + 1}. " * 3} for n in range(200)]
+    )
+    command = (
+        "mtp", tmp_path / "converted", tmp_path / "out", "--text", text, "--tokens", 6000,
+        "--max-length", 64, "--learning-rate", 3e-3, "--original", original,
+    )  # fmt: skip
+    assert run_command(*command) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == str(tmp_path / "out")
+    assert all(f"{name}: " in told.err for name in ("original", "before", "after"))
+
+    result = json.loads((tmp_path / "out" / "mtp.json").read_text())
+    acceptance = result["acceptance"]
+    assert acceptance["after"]["sampled"] > acceptance["before"]["sampled"]
+    assert result["training"]["last_loss"] < result["training"]["first_loss"]
+    before, after = (
+        load_file(tmp_path / name / WEIGHTS) for name in ("converted", "out")
+    )
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    begin = "model.layers.4."
+    assert {name.split(".experts.")[0] for name in changed} <= {
+        name for name in before if name.startswith(begin)
+    }
+    assert {begin + "eh_proj.weight", begin + "hnorm.weight"} <= changed
+    assert not any(".experts." in name or ".gate." in name for name in changed)
+    assert all(before[name].dtype == after[name].dtype for name in before)
+    others = {file.name for file in (tmp_path / "converted").iterdir()}
+    assert others | {"mtp.json"} == {file.name for file in (tmp_path / "out").iterdir()}
+    # What was written is what was measured.
+    run_command("mtp", tmp_path / "out", tmp_path / "again", *command[3:])
+    before, after = (
+        next(line for line in text.splitlines() if line.startswith(f"{name}: "))
+        for name, text in (("before", capsys.readouterr().err), ("after", told.err))
+    )
+    assert before.partition(": ")[2] == after.partition(": ")[2]
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tmp_path / "plain"
+    tiny_model("qwen3_moe").save_pretrained(plain)
+    with user_error("promises no MTP layers that transformers can run"):
+        MtpLayers(load_model(plain), plain, [WEIGHTS])
+    promised = tmp_path / "promised"
+    tiny_model("deepseek_v3", num_nextn_predict_layers=1).save_pretrained(promised)
+    with user_error("promises 1 MTP layers, but no tensor"):
+        MtpLayers(load_model(promised), promised, [WEIGHTS])
+
+    # Half of a layer is missing.
+    half = checkpoint_with_mtp(tmp_path / "half", "deepseek_v3")
+    tensors = load_file(half / WEIGHTS)
+    tensors.pop("model.layers.4.self_attn.o_proj.weight")
+    save_file(tensors, half / WEIGHTS, {"format": "pt"})
+    with user_error("its MTP layers lack .*o_proj"):
+        mtp_layers(half)
+
+    # Too little text; drafts that do not become better.
+    tokenizer = tiny_tokenizer(300)
+    model = checkpoint_with_mtp(
+        tmp_path / "model", "deepseek_v3", vocab_size=len(tokenizer)
+    )
+    tokenizer.save_pretrained(model)
+    text = tmp_path / "text.jsonl"
+    write_rows(text, [{"text": "one two three four"}])
+    assert run_command("mtp", model, tmp_path / "out", "--text", text) == 2
+    assert "too little to leave an eighth out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_training_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer(300)
+    model = checkpoint_with_mtp(
+        tmp_path / "model", "deepseek_v3", vocab_size=len(tokenizer)
+    )
+    tokenizer.save_pretrained(model)
+    text = tmp_path / "text.jsonl"
+    write_rows(text, [{"text": f"{n} and {n} and so on " * 4} for n in range(100)])
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fcsd.pipeline.mtp.train_mtp", fail)
+    run_command("mtp", model, tmp_path / "out", "--text", text, "--tokens", 2000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.jsonl"]
+    shutil.rmtree(model)
