@@ -53,7 +53,7 @@ def test_the_commands_are_these() -> None:
         "pretrain", "sweep", "distill", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "trace", "plan",
-        "dequantize", "quantize",
+        "dequantize", "quantize", "mtp",
     }  # fmt: skip
 
 
