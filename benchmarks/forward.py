@@ -3,7 +3,7 @@
     python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] \\
         [--rounds 60] [--limit 1.02]
     python benchmarks/forward.py --device cuda --dtype bfloat16 --layers 16 \\
-        --tokens 4096 --config tests/files/configs/Qwen3-30B-A3B.json
+        --tokens 4096 --config fcsd/model/inspect/configs/Qwen3-30B-A3B.json
 
 The benchmark times forward passes without gradients of two models with the same
 weights, on one device and without any communication: the cost of the rewiring itself.

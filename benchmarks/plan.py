@@ -32,6 +32,7 @@ from matplotlib import pyplot as plt
 
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown
+from fcsd.model.inspect.shipped import CONFIGS
 from fcsd.pipeline.plan import plan_from_files, sweep_plans
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.plan import kept_memory
@@ -44,7 +45,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.reference.roofline import Answer, decoding, training
 
-CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
 _SHARES = ("gemm", "grouped", "fp8_grouped", "core", "fused_core", "hbm", "link", "nic")
 PEAKS = dict.fromkeys(_SHARES, 1.0) | {"slowdown": 0.0}
 FITTED = {

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from fcsd.base.files import read_json, write_json
 from fcsd.base.text import markdown
+from fcsd.model.inspect.shipped import CONFIGS
 from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.operations import LayerWork, ModelWork
 from fcsd.planning.cost.plan import plan as plan_facts
@@ -27,7 +28,6 @@ from fcsd.planning.cost.times import plan_times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
 CLASSES = (
     "exchanges",
     "dense matmuls",

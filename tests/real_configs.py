@@ -1,4 +1,4 @@
-"""Configurations of published models, from `tests/files/configs`."""
+"""Configurations of published models: those that ship with fcsd."""
 
 import shutil
 from pathlib import Path
@@ -8,9 +8,8 @@ from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, read_config
 from fcsd.model.connectivity.modeling import base_config_class
 from fcsd.model.families import Family
-from tests.support import ROOT, skip_unavailable
-
-CONFIGS = ROOT / "tests" / "files" / "configs"
+from fcsd.model.inspect.shipped import CONFIGS
+from tests.support import skip_unavailable
 
 
 def real_folder(name: str, folder: Path) -> Path:

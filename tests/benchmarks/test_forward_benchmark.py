@@ -86,7 +86,9 @@ def test_a_published_configuration_is_cut_to_the_layers_that_are_asked_for(
     benchmark, tmp_path, capsys
 ):
     fields = json.loads(
-        (FILE.parents[1] / "tests/files/configs/DeepSeek-V2-Lite.json").read_text()
+        (
+            FILE.parents[1] / "fcsd/model/inspect/configs/DeepSeek-V2-Lite.json"
+        ).read_text()
     )
     fields |= {
         "hidden_size": 32,

@@ -29,9 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.support import ROOT
-
-CONFIGS = ROOT / "tests" / "files" / "configs"
+from fcsd.model.inspect.shipped import CONFIGS
 
 WRONG = (
     "gate reads the full stream", "gate before the norm", "gate behind o_proj", "gate per head", "no mscale",

@@ -27,6 +27,7 @@ from fcsd.model.connectivity.checkpoint import (
     local_folder,
 )
 from fcsd.model.inspect.memory import BYTES
+from fcsd.model.inspect.shipped import shipped_config, shipped_ids
 from fcsd.model.preserve import without_advice
 from fcsd.model.quantised.methods import (
     MODELOPT,
@@ -34,8 +35,6 @@ from fcsd.model.quantised.methods import (
     modelopt_quantisation,
     said_quantisation,
 )
-
-_SHIPPED = Path(__file__).with_name("configs")
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Source:
     """Folder of the weights, for a local checkpoint with complete weights."""
     config_only: bool = False
     """The checkpoint was written by `fcsd convert --config-only`."""
+    shipped: bool = False
+    """The config is the one that ships with fcsd: the Hub did not give it."""
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -70,8 +71,8 @@ def find_source(path: str | Path, revision: str | None = None) -> Source:
     """Read the config of a local folder, or fetch config and index, but no weights, of a
     Hub repository `owner/name`.
 
-    Without access to the Hub, the configs of the shipped recipes' models are read from
-    `fcsd/model/inspect/configs`.
+    Where the Hub does not give the config of a model in
+    `fcsd/model/inspect/configs`, it is read there.
 
     Raises:
         UserError: there is no such folder and no such repository, the config is missing
@@ -119,22 +120,26 @@ def _config(file: Path, where: str) -> dict[str, Any]:
 def _remote(name: str, revision: str | None) -> Source:
     from huggingface_hub import HfApi, hf_hub_download
 
+    shipped = shipped_config(name) if revision is None else None
     try:
-        file = Path(hf_hub_download(name, CONFIG, revision=revision))
+        file = _fetched(name, revision, once=shipped is not None)
     # Network, authorisation, offline mode: the Hub's own message tells the user.
     except Exception as error:
-        shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
-        if revision is None and shipped.is_file():
+        if shipped is not None:
             config = read_checkpoint_json(shipped)
             where = f"{name}: {CONFIG} as shipped with fcsd"
-            return Source(config, where, {}, (), quantisation=said_quantisation(config))
+            quantisation = said_quantisation(config)
+            return Source(
+                config, where, {}, (), quantisation=quantisation, shipped=True
+            )
         if str(error).strip():
             reason = str(error).strip().splitlines()[0]
         else:
             reason = type(error).__name__
         raise UserError(
             f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository"
-            f" of this name: {reason}"
+            f" of this name: {reason.rstrip('.')}; without the Hub, fcsd knows the configs of"
+            f" {', '.join(shipped_ids())}"
         ) from None
     try:
         files = (
@@ -155,6 +160,23 @@ def _remote(name: str, revision: str | None) -> Source:
             quantisation = modelopt_quantisation(settings)
     loaded = _loaded(name, revision, sizes, config)
     return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=quantisation)
+
+
+def _fetched(name: str, revision: str | None, *, once: bool) -> Path:
+    """Return the config of a repository, from the Hub or its cache. once: ask a Hub
+    that does not answer once, instead of for half a minute.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    cached = False
+    if once:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, CONFIG))
+        except Exception:  # the cache may still have it
+            cached = True
+    return Path(
+        hf_hub_download(name, CONFIG, revision=revision, local_files_only=cached)
+    )
 
 
 def _loaded(

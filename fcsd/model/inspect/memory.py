@@ -11,7 +11,7 @@ from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_TOKENS = 1024
-_WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
+_WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "mlp", "moe")
 
 
 def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
@@ -19,8 +19,9 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
     config does not say.
 
     config: the decoder layers' config. Its `layer_types` says which layers cache only a
-    window (`sliding_window`, `attention_chunk_size`) and which cache no keys and values
-    at all (linear attention, convolution, mamba). State that does not grow with the
+    window (`sliding_window`, `attention_chunk_size`), which one entry for several tokens
+    beside a window (`compress_rates`), and which no keys and values at all (linear
+    attention, convolution, mamba). State that does not grow with the
     text and the keys of sparse attention's indexers are not counted.
     """
     layers = layer_cache_bytes(config, num_tokens)
@@ -31,13 +32,15 @@ def layer_cache_bytes(config: Any, num_tokens: int) -> list[int] | None:
     """Compute `cache_bytes` layer by layer."""
     by_layer = []
     windows = attention_windows(config)
-    layers = zip(_kinds(config), _layers(config), windows, strict=False)
+    layers = zip(_kinds(config), layer_configs(config), windows, strict=False)
     for kind, layer, window in layers:
         per_token = 0 if kind in _WITHOUT_KEYS else _numbers_per_token(layer)
         if per_token is None:
             return None
         # A window bounds the cache; without one it grows with the text.
         num_kept = min(num_tokens, window or num_tokens)
+        if rate := (getattr(layer, "compress_rates", None) or {}).get(kind):
+            num_kept = num_tokens // rate + min(num_tokens, layer.sliding_window)
         by_layer.append(BYTES["bfloat16"] * per_token * num_kept)
     return by_layer
 
@@ -51,7 +54,7 @@ def attention_windows(config: Any) -> list[int | None]:
     }
     return [
         getattr(layer, names[kind], None) if kind in names else None
-        for kind, layer in zip(_kinds(config), _layers(config), strict=False)
+        for kind, layer in zip(_kinds(config), layer_configs(config), strict=False)
     ]
 
 
@@ -61,7 +64,8 @@ def _kinds(config: Any) -> list[str]:
     return list(kinds or ["full_attention"] * num_layers)[:num_layers]
 
 
-def _layers(config: Any) -> list[Any]:
+def layer_configs(config: Any) -> list[Any]:
+    """Return the config of each layer; the model's own where all layers share it."""
     return (
         getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     )
@@ -78,4 +82,6 @@ def _numbers_per_token(config: Any) -> int | None:
         return None
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * kv_heads * head_dim)
+    # DeepSeek-V4's keys are its values.
+    tensors = 1 if getattr(config, "compress_rates", None) else 2
+    return int(tensors * kv_heads * head_dim)

@@ -77,6 +77,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
     facts: dict[str, Any] = {
         "model": str(path),
         "revision": revision,
+        "shipped_config": source.shipped,
         "model_type": model_type,
         "architecture": architecture,
         "quantization": (

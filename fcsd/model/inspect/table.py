@@ -51,6 +51,9 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         ("experts", _experts(experts)),
         ("connectivity", _connectivity(connectivity, layers["total"])),
     ]
+    if facts["shipped_config"]:
+        text = "config.json as shipped with fcsd; the Hub did not give it"
+        rows.insert(1, ("config", text))
     if facts["needs"]:
         rows.append(("to run it", facts["needs"]))
     if facts["serve_command"]:

@@ -340,10 +340,12 @@ def _name_steps(
     layer.register_forward_hook(
         lambda module, _, out: module.__dict__.update(farskip_form=out)
     )
-    # A layer without experts computes a dense MLP; in an MoE block everything outside
-    # routed and shared experts counts as router.
+    # A layer without experts computes a dense MLP, or, where each layer is one branch,
+    # another mixer; in an MoE block everything outside routed and shared experts counts
+    # as router.
     block, experts = getattr(layer, family.moe), _experts(layer, family)
-    if experts is not block:
+    mixes = family.mlp_block is not None and not is_one_of(block, family.mlp_block)
+    if experts is not block and not (experts is None and mixes):
 
         def enter(*_: Any) -> None:
             tracker.kind = prefix + ("mlp" if experts is None else "router")

@@ -16,7 +16,11 @@ from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import text_config
 from fcsd.model.inspect.checkpoint import find_source
-from fcsd.model.inspect.memory import attention_windows, layer_cache_bytes
+from fcsd.model.inspect.memory import (
+    attention_windows,
+    layer_cache_bytes,
+    layer_configs,
+)
 from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
@@ -597,14 +601,19 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> list[float]:
     """Return the bytes of keys and values on a rank by layer: heads are spread over the
     ranks, while each rank holds MLA's whole latent.
     """
-    heads = getattr(config, "num_key_value_heads", None)
-    if getattr(config, "kv_lora_rank", None):
-        heads = 1
-    # With more ranks than heads, several ranks hold the same head.
-    shared = min(tp, heads or tp)
-    ranks = settings.data_parallel or shared
+
+    def ranks(layer: Any) -> int:
+        heads = getattr(layer, "num_key_value_heads", None)
+        if getattr(layer, "kv_lora_rank", None):
+            heads = 1
+        # With more ranks than heads, several ranks hold the same head.
+        return settings.data_parallel or min(tp, heads or tp)
+
     by_layer = layer_cache_bytes(config, settings.length) or []
-    return [layer * settings.batch / ranks for layer in by_layer]
+    return [
+        num_bytes * settings.batch / ranks(layer)
+        for num_bytes, layer in zip(by_layer, layer_configs(config), strict=False)
+    ]
 
 
 def _decoding(

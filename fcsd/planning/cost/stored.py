@@ -35,6 +35,8 @@ class Stored:
 
 BFLOAT16 = Stored("bfloat16")
 FP8 = Stored("FP8", 1.0, 1.0, "fp8")
+_FP4 = 4.25 / 8
+"""Bytes of a float of 4 bits with its share of an 8-bit scale for 32 of them."""
 _BLOCK = 128
 """Elements of a row that share one 32-bit scale when vLLM's backends dispatch in FP8
 (`use_fp8_dispatch` of DeepEP's kernels; the gather also quantises first).
@@ -49,7 +51,12 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
     """
     quantisation = config.get(FIELD) or config.get("text_config", {}).get(FIELD) or {}
     try:
-        return _stored(quantisation, has_fp8)
+        stored = _stored(quantisation, has_fp8)
+        # DeepSeek-V4 keeps it beside the quantisation of the other weights.
+        if quantisation and config.get("expert_dtype") == "fp4":
+            name = f"{stored.name}, experts FP4"
+            return replace(stored, name=name, experts=_FP4)
+        return stored
     except (AttributeError, TypeError, ValueError):  # a field of another type
         raise UserError(
             f"config.json: {FIELD}: {quantisation!r:.200}: cannot be read; correct it, or"
@@ -65,9 +72,7 @@ def _stored(quantisation: Mapping[str, Any], has_fp8: bool) -> Stored:
         in_blocks = quantisation.get("weight_block_size") == [_BLOCK, _BLOCK]
         stored = replace(FP8, sent=1 + 4 / _BLOCK) if in_blocks else FP8
     elif method == "mxfp4":
-        # 4 bits per value, and 8 bits of scale per 32 values; attention stays in
-        # bfloat16.
-        stored = Stored("MXFP4 experts", 4.25 / 8)
+        stored = Stored("MXFP4 experts", _FP4)  # attention stays in bfloat16
     elif (bits := _bits(quantisation)) is not None:
         is_float, number, group = bits
         if is_float and number == 8:

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import (
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.planning.cost.fake import FakeTensors
+from fcsd.planning.cost.stand_ins import stand_in
 
 PERSISTENT = ("student", "teacher", "gradients", "optimizer")
 """Kinds of bytes that live from one micro-batch to the next."""
@@ -172,7 +173,19 @@ class Interposed(TorchFunctionMode):
         if func is Tensor.data_ptr:
             # transformers checks whether weights are aligned before it calls the matmul
             return 0
+        if func is Tensor.__getitem__:
+            # A mask keeps every row.
+            args = (args[0], _without_masks(args[1]))
         return func(*args, **kwargs)
+
+
+def _without_masks(index: Any) -> Any:
+    """Replace masks over one dimension in an index by whole slices."""
+    if isinstance(index, tuple):
+        return tuple(map(_without_masks, index))
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == 1:
+        return slice(None)
+    return index
 
 
 @contextlib.contextmanager
@@ -194,7 +207,10 @@ def counting(tracker: Tracker, interposed: Interposed, subject: str) -> Iterator
 
 
 def give_fake_storage(model: nn.Module) -> None:
-    """Replace every meta tensor by a fake one; must run inside `FakeTensors`."""
+    """Replace every meta tensor by a fake one, and forward passes that need data
+    (`fcsd.planning.cost.stand_ins`); must run inside `FakeTensors`.
+    """
+    stand_in(model)
     fake_parameters: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,8 +1,8 @@
 """Published models at their real sizes: parameters counted on the meta device,
 conversion, a traced forward.
 
-The configurations and the published numbers are in `tests/files/configs`, with their
-sources in SOURCES.md.
+The configurations and the published numbers are in `fcsd/model/inspect/configs`, with
+their sources.
 """
 
 import tempfile
