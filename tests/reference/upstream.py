@@ -202,6 +202,7 @@ def families_lists() -> str:
     usual = f">={Family.since},<6"
     others = {
         name: f"needs transformers {versions}"
+        + "".join(f"; in {each}, {why}" for each, why in BROKEN.get(name, {}).items())
         for name, row in families.items()
         if (versions := supported_transformers(row)) != usual
         and Version(row.since) >= Version(Family.since)

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from fcsd.model.families import ALL_FAMILIES, FAMILIES, UNAVAILABLE
-from fcsd.model.families.refused import REFUSED
+from fcsd.model.families.refused import BROKEN, REFUSED
 from tests.reference.upstream import (
     PAGE,
     README,
@@ -54,6 +54,26 @@ def test_the_readme_says_how_many_families_there_are_and_links_to_their_page():
     assert counts is not None and [int(count) for count in counts.groups()] == tested
     assert num_families(transformers.__version__) == len(FAMILIES)
     assert f"]({PAGE})" in text
+
+
+def test_no_other_page_has_a_number_of_families_that_would_go_stale():
+    """Decisions and changes are dated, so their numbers stay."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / README, ROOT / "pyproject.toml"]
+    numbers = {
+        page.name: found
+        for page in pages
+        if page.name != "decisions.md"
+        and (found := re.findall(r"\b(\d+) (?:\w+ )?families\b", page.read_text()))
+    }
+    leaking = sum(row.packing == "leaks" for row in ALL_FAMILIES.values())
+    assert numbers == {Path(PAGE).name: [str(leaking)]}
+
+
+def test_the_page_says_which_release_breaks_a_family_and_why():
+    text = " ".join((ROOT / PAGE).read_text(encoding="utf-8").split())
+    for name, releases in BROKEN.items():
+        for release, fault in releases.items():
+            assert f"!={release}" in text and f"; in {release}, {fault}" in text, name
 
 
 def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_reason():
