@@ -29,7 +29,7 @@ ORDER = {
     "serving/fcsd_vllm": [
         "families", "field", "settings", "refusals", "weights", "sources", "versions", "configs", "communication",
         "transports", "cpu_experts", "cpu_exchange", "ops", "gate", "exchange", "schedule", "exchange_schedule",
-        "rewire", "models", "registration", "write_sources",
+        "normed_schedule", "rewire", "models", "registration", "write_sources",
     ],
     "serving/fcsd_sglang": [
         "families", "settings", "versions", "configs", "communication", "cpu_experts", "refusals", "rewire", "models",

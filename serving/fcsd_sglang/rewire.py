@@ -62,6 +62,8 @@ def rewire(
         schedule = Schedule(
             **place(field, k, here, is_moe),
             layer=layer,
+            norms=(layer.input_layernorm, layer.post_attention_layernorm),
+            factor=1.0,
             block=layer.mlp,
             shared=None,
             communication=communication,
@@ -196,7 +198,7 @@ def _enter(
         return stream_of(batch).residual, None, read
     if schedule.begins_stage:
         routed, base = stream_of(batch).export(hidden_states)
-        read = schedule.layer.input_layernorm(base)  # type: ignore[operator]
+        read = schedule.norms[0](base)
     else:
         routed = hidden_states.routed
         base, read = schedule.attention_input(

@@ -137,7 +137,12 @@ class Exchange:
     """
 
     def __init__(
-        self, block: nn.Module, runner: Any, index: int, transport: Transport
+        self,
+        block: nn.Module,
+        runner: Any,
+        index: int,
+        transport: Transport,
+        factor: float,
     ) -> None:
         self.block = block
         self.runner = runner
@@ -145,7 +150,7 @@ class Exchange:
         self.transport = transport
         self.kernel: Any = None
         self.halves: Any = None
-        self.scale: float = runner.routed_scaling_factor
+        self.scale: float = runner.routed_scaling_factor * factor
         runner.routed_scaling_factor = 1.0  # it would scale before the output exists
         self.call: dict[str, Any] = {}
         self.begun: Any = None

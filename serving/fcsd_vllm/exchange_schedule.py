@@ -68,7 +68,7 @@ class ExchangeSchedule(Schedule):
         )
         if self.outdated and not self.dense and not self.receives:
             self._dispatch(self.base)
-        return self.base, self.layer.input_layernorm(self.base)
+        return self.base, self.norms[0](self.base)
 
     def between(self) -> None:
         """Run directly before attention's kernel."""
@@ -94,10 +94,10 @@ class ExchangeSchedule(Schedule):
         assert self.exchange is not None and self.stream is not None
         parts = [attention] if self.outdated else []
         if self.shared is not None and beside_dispatch:
-            parts.append(self.shared(self.read))
+            parts.append(self.scaled(self.shared(self.read)))
         self._run_experts()
         if self.shared is not None and not beside_dispatch:
-            parts.append(self.shared(self.read))
+            parts.append(self.scaled(self.shared(self.read)))
         stream = sum(parts, self.stream)
         self.base = self.stream = self.read = self.arrived = None
         if stream is base:
@@ -127,7 +127,7 @@ class ExchangeSchedule(Schedule):
 
     def _dispatch(self, stream: torch.Tensor) -> None:
         assert self.exchange is not None
-        self.stream, self.read = stream, self.layer.post_attention_layernorm(stream)
+        self.stream, self.read = stream, self.norms[1](stream)
         self.exchange.start(self.read)
 
     def _run_experts(self) -> None:
@@ -139,9 +139,8 @@ class ExchangeSchedule(Schedule):
     def _dense_layer(self, attention: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = self._complete()
         stream = before + attention
-        out = self.block(
-            self.layer.post_attention_layernorm(before if self.outdated else stream)
-        )
+        read = self.norms[1](before if self.outdated else stream)
+        out = self.scaled(self.block(read))
         # The next stage takes hidden_states for a routed output.
         return (
             (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)

@@ -23,8 +23,22 @@ class Family:
     one of them."""
     moe: str = "mlp"
     """Attribute of a layer that holds its MoE block, or the MLP of a dense layer."""
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    """Attributes of a layer: the norm before attention, the norm before the MoE block
+    or the MLP."""
+    shared: str = ""
+    """Attribute of a layer that holds shared experts outside the MoE block; may be None
+    in a given model."""
+    factor: str = ""
+    """Attribute of a layer: number by which the outputs of attention, MoE block and
+    shared experts are multiplied."""
     arguments: tuple[str, ...] = ("positions", "hidden_states", "residual")
     """Arguments that vLLM's model loop passes to a layer by position."""
+    whole_stream: bool = False
+    """Whether the model's loop passes the stream as hidden_states alone, instead of as
+    the sum of vLLM's pair (hidden_states, residual)."""
+    normed_sums: bool = False
+    """Whether norms follow the sums over ranks, as in `NormedSchedule`."""
     stack: str = "model"
     """Path from the model with its head to the module that holds the layers."""
     text_config: bool = False
@@ -38,6 +52,9 @@ class Family:
     """Family whose class in vLLM this family uses, with a gate on attention.
     transformers and vLLM do not know this family, so the plugin also loads its regular
     checkpoints and AMD's."""
+    requires: tuple[tuple[str, Any, str], ...] = ()
+    """(config field, the one value that vLLM computes rightly, what it does with
+    others)."""
     fp16_rescales: bool = False
     """In float16, vLLM divides the residual stream by a factor, so FarSkip's sums would
     have different scales.
@@ -136,6 +153,97 @@ _ROWS = (
         "GptOssForCausalLM",
         attention=("attn",),
         arguments=("hidden_states", "positions", "residual"),
+    ),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        requires=(("use_bias", False, "vLLM leaves out most of its biases"),),
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        moe="block_sparse_moe",
+        defaults=(("scoring_func", "sigmoid"), ("use_routing_bias", True)),
+    ),
+    Family(
+        "granitemoe",
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        moe="block_sparse_moe",
+        factor="residual_multiplier",
+        arguments=("positions", "hidden_states"),
+        whole_stream=True,
+    ),
+    Family(
+        "granitemoeshared",
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        moe="block_sparse_moe",
+        shared="shared_mlp",
+        factor="residual_multiplier",
+        arguments=("positions", "hidden_states"),
+        whole_stream=True,
+    ),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        attention=("self_attn", "mamba"),
+        moe="block_sparse_moe",
+        shared="shared_mlp",
+        factor="residual_multiplier",
+        whole_stream=True,
+    ),
+    Family(
+        "gemma4_text",
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        moe="experts",
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        shared="mlp",
+        whole_stream=True,
+        normed_sums=True,
+    ),
+    Family(
+        "gemma4",
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        moe="experts",
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        shared="mlp",
+        whole_stream=True,
+        normed_sums=True,
+        stack="language_model.model",
+        text_config=True,
+    ),
+    Family(
+        "lfm2_moe",
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        attention=("self_attn", "short_conv"),
+        moe="feed_forward",
+        norms=("operator_norm", "ffn_norm"),
+        requires=(
+            ("tie_word_embeddings", True, "vLLM takes the embedding for the head"),
+        ),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        attention=("self_attn", "linear_attn"),
+        arguments=("hidden_states", "residual", "positions"),
+    ),
+    Family(
+        "qwen3_5_moe",
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        attention=("self_attn", "linear_attn"),
+        arguments=("hidden_states", "residual", "positions"),
+        stack="language_model.model",
+        text_config=True,
     ),
 )
 

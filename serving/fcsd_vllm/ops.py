@@ -74,6 +74,14 @@ def after_attention_in_flight(
     return _schedule(layer).after_attention(attention, base, routed)
 
 
+def after_attention_normed(
+    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `NormedSchedule.after_attention`, with two sums in one collective in flight
+    at its end."""
+    return _schedule(layer).after_attention(attention, base, routed)
+
+
 def finish(
     stream: torch.Tensor, routed: torch.Tensor, flight: torch.Tensor | None, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +101,19 @@ def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
     )
 
 
+def _two_sums(
+    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of `after_attention_normed` for compilers."""
+    return torch.empty_like(base), base.new_empty(base.shape[0], 2 * base.shape[1])
+
+
 _FAKES = {
     attention_input: _like(0, 2),
     layer_input: _like(0, 2),
     after_attention: _like(1, 2),
     after_attention_in_flight: _like(1, 3),
+    after_attention_normed: _two_sums,
     finish: _like(0, 2),
 }
 for _op, _fake in _FAKES.items():

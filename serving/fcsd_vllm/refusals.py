@@ -2,6 +2,7 @@
 loaded. Standard library only.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +149,11 @@ def check_engine(vllm_config: Any, family: Family) -> None:
     for applies, sentence in _RULES:
         if applies(vllm_config, family):
             raise Refused(f"fcsd-serving: {family.architecture}: {sentence}")
+    for name, value, sentence in family.requires:
+        given = getattr(vllm_config.model_config.hf_text_config, name, value)
+        if given != value:
+            raise Refused(
+                f"fcsd-serving: {family.architecture}: config.json has {name}:"
+                f" {json.dumps(given)}, but {sentence}; serve it with"
+                " --trust-remote-code and without the plugin (VLLM_PLUGINS=none)"
+            )

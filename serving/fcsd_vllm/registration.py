@@ -45,9 +45,10 @@ def register_all() -> None:
     _add_warning()
     if current_platform.is_cpu():
         from fcsd_vllm.cpu_exchange import give_collectives
-        from fcsd_vllm.cpu_experts import respect_expert_map
+        from fcsd_vllm.cpu_experts import choose_by_bias, respect_expert_map
 
         respect_expert_map()
+        choose_by_bias()
         give_collectives()
 
 

@@ -18,6 +18,7 @@ from fcsd_vllm.exchange import Exchange
 from fcsd_vllm.exchange_schedule import ExchangeSchedule, call_before_kernel
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import Field
+from fcsd_vllm.normed_schedule import NormedSchedule
 from fcsd_vllm.refusals import MONOLITHIC, Refused
 from fcsd_vllm.schedule import Schedule, layer_name, pair, place
 from fcsd_vllm.transports import Transport
@@ -59,29 +60,37 @@ def rewire(
         parts: dict[str, Any] = {
             **place(field, k, here, is_moe),
             "layer": layers[k],
+            "norms": tuple(getattr(layers[k], name) for name in family.norms),
+            "factor": getattr(layers[k], family.factor) if family.factor else 1.0,
             "block": getattr(layers[k], family.moe),
             "shared": None,
             "communication": communication,
         }
         schedule: Schedule
+        before = table.get(layer_name(k - 1))
         if isinstance(communication, Transport):
-            before = table.get(layer_name(k - 1))
             schedule = _exchanging(
                 parts, getattr(before, "exchange", None), family, version
             )
         else:
-            schedule = Schedule(**parts)
+            schedule = (
+                NormedSchedule(**parts, before=before)
+                if family.normed_sums
+                else Schedule(**parts)
+            )
             _give_partial_sums(schedule, family, version)
         table[schedule.name] = schedule
         attention = _attention(layers[k], family)
-        takes = set(inspect.signature(attention.forward).parameters) & set(
-            family.arguments
+        takes = set(inspect.signature(attention.forward).parameters)
+        takes &= {*family.arguments, _OUTPUT}
+        layers[k].forward = functools.partial(
+            _forward, schedule, attention, family, tuple(sorted(takes))
         )
-        run = functools.partial(
-            _forward, schedule, attention, family.arguments, tuple(sorted(takes))
-        )
-        layers[k].forward = run
     return rewired
+
+
+_OUTPUT = "output"
+"""Argument of an attention module that writes its output into memory it is given."""
 
 
 def used_functions(
@@ -94,7 +103,13 @@ def used_functions(
     parts = [
         part
         for layer in layers
-        for part in (layer, _attention(layer, family), getattr(layer, family.moe))
+        for part in (
+            layer,
+            _attention(layer, family),
+            getattr(layer, family.moe),
+            getattr(layer, family.shared) if family.shared else None,
+        )
+        if part is not None
     ]
     return [type(part).forward for part in (stack, *parts)]
 
@@ -135,7 +150,7 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     their sums.
     """
     where = f"layer {schedule.index}"
-    _check_layer(schedule)
+    _check_layer(schedule, family)
     _row(
         _attention(schedule.layer, family), f"attention of {where}", version
     ).reduce_results = False
@@ -153,7 +168,11 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
             " MoE backend"
         )
     runner.moe_config.skip_final_all_reduce = True
-    _take_shared(schedule, runner)
+    _take_shared(schedule, runner, family)
+    if family.shared and schedule.shared is not None:
+        _row(
+            schedule.shared, f"shared experts of {where}", version
+        ).reduce_results = False
 
 
 _RUNNER_NAMES = (
@@ -168,8 +187,14 @@ def _exchanging(
     parts: dict[str, Any], before: Exchange | None, family: Family, version: str
 ) -> ExchangeSchedule:
     """Return the schedule of a layer with experts sharded over data-parallel ranks."""
+    if family.normed_sums:
+        raise Refused(
+            f"layer {parts['index']}: norms follow {family.causal_lm}'s sums, which"
+            " FarSkip's exchange of data-parallel ranks does not split; use"
+            " --data-parallel-size 1"
+        )
     schedule = ExchangeSchedule(**parts, before=before)
-    _check_layer(schedule)
+    _check_layer(schedule, family)
     if not schedule.dense:
         runner: Any = _runner(schedule.block)
         for name in _RUNNER_NAMES:
@@ -181,18 +206,24 @@ def _exchanging(
                 f"layer {schedule.index}: {type(runner._quant_method).__name__}"
                 f" {MONOLITHIC}"
             )
-        _take_shared(schedule, runner)
+        _take_shared(schedule, runner, family)
         schedule.exchange = Exchange(
-            schedule.block, runner, schedule.index, parts["communication"]
+            schedule.block,
+            runner,
+            schedule.index,
+            parts["communication"],
+            schedule.factor,
         )
     call_before_kernel(_attention(schedule.layer, family), schedule.between)
     return schedule
 
 
-def _take_shared(schedule: Schedule, runner: Any) -> None:
+def _take_shared(schedule: Schedule, runner: Any, family: Family) -> None:
     """Make the schedule run the shared experts, and the block return only the routed
     output.
     """
+    if family.shared:
+        schedule.shared = getattr(schedule.layer, family.shared)
     if runner._shared_experts is not None:
         schedule.shared = runner._shared_experts._layer
         runner._shared_experts = None
@@ -211,7 +242,16 @@ def _row(module: nn.Module, what: str, version: str) -> Any:
     return rows[0]
 
 
-def _check_layer(schedule: Schedule) -> None:
+def _check_layer(schedule: Schedule, family: Family) -> None:
+    if family.whole_stream and (
+        (schedule.carries and schedule.ends_stage)
+        or (schedule.receives and schedule.begins_stage)
+    ):
+        raise Refused(
+            f"layer {schedule.index}: between pipeline stages, vLLM's"
+            f" {family.causal_lm} passes one tensor, in which the routed output cannot"
+            " be kept apart from the stream; use --pipeline-parallel-size 1"
+        )
     if getattr(schedule.layer, "layer_scale", False):
         raise Refused(
             f"layer {schedule.index}: FarSkip layers do not support layer_scale, which"
@@ -247,17 +287,26 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
         )
 
 
+def _parted(hidden: Any) -> tuple[Any, Any]:
+    """Return the pair that a rewired layer passes on instead of the whole stream, or
+    the stream and None."""
+    return hidden if isinstance(hidden, tuple) else (hidden, None)
+
+
 def _forward(
     schedule: Schedule,
     attention: Any,
-    names: tuple[str, ...],
+    family: Family,
     takes: tuple[str, ...],
     *args: Any,
     **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+) -> Any:
     """Compute a rewired layer, called as vLLM's loop calls the stock one."""
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    hidden, residual = arguments["hidden_states"], arguments["residual"]
+    arguments = {**dict(zip(family.arguments, args, strict=False)), **kwargs}
+    hidden: Any = arguments["hidden_states"]
+    residual: Any = arguments.get("residual")
+    if family.whole_stream:
+        hidden, residual = _parted(hidden)
     routed = None
     if isinstance(schedule, ExchangeSchedule):
         if residual is None:
@@ -268,7 +317,7 @@ def _forward(
         base, read = torch.ops.fcsd.layer_input(stream, routed, schedule.name)
     elif schedule.receives and schedule.begins_stage:
         base, routed = residual, hidden
-        read = schedule.layer.input_layernorm(base)
+        read = schedule.norms[0](base)
     elif schedule.receives:
         stream, flight = residual
         routed = hidden
@@ -276,14 +325,15 @@ def _forward(
             stream, flight, routed, schedule.name
         )
     elif residual is None:
-        base, read = hidden, schedule.layer.input_layernorm(hidden)
+        base, read = hidden, schedule.norms[0](hidden)
     else:
-        read, base = schedule.layer.input_layernorm(hidden, residual)
+        read, base = schedule.norms[0](hidden, residual)
     arguments["hidden_states"] = read
+    if _OUTPUT in takes:
+        arguments[_OUTPUT] = torch.empty_like(read)
     out = attention(**{name: arguments[name] for name in takes})
-    op = torch.ops.fcsd.after_attention
-    if schedule.in_flight:
-        op = torch.ops.fcsd.after_attention_in_flight
+    out = schedule.scaled(arguments[_OUTPUT] if _OUTPUT in takes else out)
+    op = getattr(torch.ops.fcsd, schedule.operator)
     outputs = op(out, base, routed, schedule.name)
     if schedule.carries and schedule.ends_stage:
         outputs = torch.ops.fcsd.finish(
@@ -292,4 +342,8 @@ def _forward(
             outputs[2] if schedule.in_flight else None,
             schedule.name,
         )
-    return pair(schedule, outputs)
+    hidden, residual = pair(schedule, outputs)
+    if not family.whole_stream:
+        return hidden, residual
+    whole = (hidden, residual) if isinstance(residual, tuple) else residual + hidden
+    return (whole, None) if "residual" in family.arguments else whole

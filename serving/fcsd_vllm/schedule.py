@@ -37,6 +37,10 @@ class Schedule:
     name: str
     """Under which the custom ops find it."""
     layer: Any
+    norms: tuple[nn.Module, nn.Module]
+    """Before attention; before the MoE block or the dense MLP."""
+    factor: float
+    """On the output of each branch."""
     block: nn.Module
     """MoE block, which gives the routed output alone; or the dense MLP."""
     shared: nn.Module | None
@@ -57,6 +61,11 @@ class Schedule:
     """First layer of a pipeline stage: the previous layer's sums are complete."""
     ends_stage: bool
     communication: Communication
+
+    @property
+    def operator(self) -> str:
+        """Return the name of the custom op for `after_attention`."""
+        return "after_attention_in_flight" if self.in_flight else "after_attention"
 
     @property
     def in_flight(self) -> bool:
@@ -80,7 +89,11 @@ class Schedule:
             base = stream.clone()
         else:
             base = stream + self._wait(flight, self.incoming, self.index - 1)
-        return base, self.layer.input_layernorm(base)
+        return base, self.norms[0](base)
+
+    def scaled(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the output of a branch as the stream gets it."""
+        return output if self.factor == 1.0 else output * self.factor
 
     def after_attention(
         self, attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None
@@ -88,7 +101,7 @@ class Schedule:
         """Compute the rest of the layer from its attention output.
 
         Args:
-            attention: this rank's output, not summed.
+            attention: this rank's output, scaled and not summed.
             base: the stream that attention read.
             routed: the previous layer's routed output, which attention did not read.
 
@@ -107,7 +120,7 @@ class Schedule:
             stream = base + self._wait(routed, "routed", self.index - 1)
         if not self.outdated:
             stream = stream + self._wait(early, "attention")
-        read = self.layer.post_attention_layernorm(stream)
+        read = self.norms[1](stream)
         if self.dense:
             return self._dense(attention, stream, read)
         if self.outdated:
@@ -117,7 +130,7 @@ class Schedule:
     def _dense(
         self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        out = self.block(read)
+        out = self.scaled(self.block(read))
         out = self._wait(
             self._start(attention + out if self.outdated else out, "mlp"), "mlp"
         )
@@ -135,9 +148,11 @@ class Schedule:
     ) -> tuple[torch.Tensor, ...]:
         flight = early
         if self.shared is not None:
-            flight = self._start(attention + self.shared(read), "attention")
+            flight = self._start(
+                attention + self.scaled(self.shared(read)), "attention"
+            )
         assert flight is not None
-        routed = self._start(self.block(read), "routed")
+        routed = self._start(self.scaled(self.block(read)), "routed")
         if self.carries:
             return stream, routed, flight
         stream = stream + self._wait(flight, "attention")
@@ -148,12 +163,12 @@ class Schedule:
     ) -> tuple[torch.Tensor, ...]:
         if self.carries:
             if self.shared is None:
-                return stream, self._start(self.block(read), "routed")
-            flight = self._start(self.shared(read), "shared")
-            return stream, self._start(self.block(read), "routed"), flight
+                return stream, self._start(self.scaled(self.block(read)), "routed")
+            flight = self._start(self.scaled(self.shared(read)), "shared")
+            return stream, self._start(self.scaled(self.block(read)), "routed"), flight
         # First, because experts may write into their input.
-        shared = None if self.shared is None else self.shared(read)
-        out = self.block(read)
+        shared = None if self.shared is None else self.scaled(self.shared(read))
+        out = self.scaled(self.block(read))
         if shared is not None:
             out = out + shared
         return stream, self._wait(self._start(out, "routed"), "routed")

@@ -25,12 +25,26 @@ BOUND = 1e-5
 
 
 def stand_in_for_torchvision() -> None:
-    """Let llama4's wrapper be imported, whose file names two functions for images of
-    one that needs torchvision.
+    """Let the files of wrappers be imported, which name functions and classes for
+    images of files that need torchvision.
     """
-    images = types.ModuleType("transformers.models.llama4.image_processing_llama4")
-    vars(images).update(find_supported_resolutions=None, get_best_fit=None)
-    sys.modules[images.__name__] = images
+    for file, names in (
+        (
+            "llama4.image_processing_llama4",
+            ("find_supported_resolutions", "get_best_fit"),
+        ),
+        (
+            "qwen2_vl.image_processing_qwen2_vl",
+            ("Qwen2VLImageProcessor", "smart_resize"),
+        ),
+        (
+            "gemma4.image_processing_gemma4",
+            ("Gemma4ImageProcessorKwargs", "get_aspect_ratio_preserving_size"),
+        ),
+    ):
+        images = types.ModuleType(f"transformers.models.{file}")
+        vars(images).update(dict.fromkeys(names))
+        sys.modules[images.__name__] = images
 
 
 def inspect_here(*families: str) -> None:
@@ -62,8 +76,19 @@ def start_engine(folder: Path, **options: Any) -> Any:
     if folder.name.startswith(("deepseek", "instella")):
         # the default one has no float32
         options.setdefault("attention_backend", "CPU_MLA")
+    if folder.name.startswith("lfm2"):
+        # its operator for CPUs is wrong for queries of several heads
+        options.setdefault(
+            "compilation_config", {"custom_ops": ["all", "-rotary_embedding"]}
+        )
     if folder.name.startswith("llama4-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0})
+    if folder.name.startswith("gemma4-"):
+        options.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
+    if folder.name.startswith("qwen3_5_moe-"):
+        options.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
+        # the engine caches prefixes by the states of linear attention, which is missing
+        options.setdefault("enable_prefix_caching", False)
     return LLM(
         str(folder),
         **{
@@ -354,7 +379,7 @@ def layers_of(llm: Any) -> list[Any]:
 
 def attention_of(layer: Any) -> Any:
     """Return the attention module of a decoder layer."""
-    names = ("self_attn", "linear_attn", "attn")
+    names = ("self_attn", "linear_attn", "attn", "short_conv")
     return next(
         (
             getattr(layer, name)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cases import BREADTH, FEW
 from safetensors.torch import load_file, save_file
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
@@ -75,6 +76,25 @@ _MLA = {
     "rope_parameters": _YARN,
 }
 
+_QWEN3_5 = {
+    **_HEADS,
+    **_EXPERTS,
+    "shared_expert_intermediate_size": 128,
+    "layer_types": ["full_attention"] * 4,  # as in qwen3_next
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "partial_rotary_factor": 0.5,
+    },
+}
+_GEMMA4 = {
+    **_HEADS,
+    **_EXPERTS,
+    "global_head_dim": 32,
+    "sliding_window": 32,
+}
+
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_HEADS, **_EXPERTS},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
@@ -109,6 +129,23 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16384,
         "rope_parameters": _GPT_OSS_YARN,
     },
+    # the engine knows no biases in o_proj and shared experts
+    "ernie4_5_moe": {**_HEADS, **_EXPERTS, "use_bias": False},
+    "minimax_m2": {**_HEADS, "intermediate_size": 64, "rotary_dim": 16},
+    "granitemoe": {"intermediate_size": 64},
+    "granitemoeshared": {"intermediate_size": 64, "shared_intermediate_size": 128},
+    "granitemoehybrid": {
+        "intermediate_size": 64,
+        "shared_intermediate_size": 128,
+        # the engine's state-space layers have no kernels for CPUs
+        "layer_types": ["full_attention"] * 4,
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4,
+    # the engine's head is always the embedding
+    "lfm2_moe": {**_EXPERTS, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
     "qwen3_next": {
         **_HEADS,
         **_EXPERTS,
@@ -145,8 +182,8 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
         f"{family}-mixed": (family, Connectivity("all", mlp=[1, 3]))
         for family in ("qwen2_moe", "deepseek_v2", "glm4_moe", "gpt_oss")
     },
-    "ernie4_5_moe-original": ("ernie4_5_moe", None),  # the plugin has no row of it
-    "ernie4_5_moe-all": ("ernie4_5_moe", Connectivity("all")),
+    "hunyuan_v1_moe-original": ("hunyuan_v1_moe", None),  # the plugin has no row of it
+    "hunyuan_v1_moe-all": ("hunyuan_v1_moe", Connectivity("all")),
 }
 PUBLISHED = {"instella_moe-amd": "instella_moe-all"}
 """Name of a checkpoint in the keys of AMD's -> checkpoint of the same model in ours."""
@@ -172,7 +209,8 @@ def make(case: str, folder: Path) -> None:
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
     wanted = {"reference.npz": PROMPT_TOKENS}
-    if family in DATA_PARALLEL or case.endswith(("-all", "-original")):
+    whole = case.endswith(("-all", "-original")) and (BREADTH or family not in FEW)
+    if family in DATA_PARALLEL or whole:
         wanted["data_parallel.npz"] = DATA_PARALLEL_TOKENS
     for name, lengths in wanted.items():
         if not (folder / case / name).exists():
@@ -187,7 +225,12 @@ def make_original(place: Path, family: str, **sizes: Any) -> None:
     )
     # log-probabilities of a few nats, whose rounding stays far below the bound
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(0.125)
+        head = model.get_output_embeddings().weight
+        head.mul_(0.125)
+        # in an answer, an image's id would be read as an image
+        for name in ("image_token_id", "video_token_id", "audio_token_id"):
+            if (token := getattr(model.config, name, None)) is not None:
+                head[token] = 0
     model.save_pretrained(place)
     tiny_tokenizer(VOCABULARY).save_pretrained(place)
 
@@ -324,11 +367,22 @@ def outputs_of(model: Any, lengths: tuple[int, ...] = PROMPT_TOKENS) -> dict[str
     return arrays
 
 
+def wanted_cases() -> list[str]:
+    """Return the checkpoints that the tests of this run use."""
+    return [
+        case
+        for case in (*CASES, *VARIANTS)
+        if BREADTH
+        or case.partition("-")[0] not in FEW
+        or case.endswith(("-all", "-original"))
+    ]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or [*CASES, *VARIANTS]:
+    for name in sys.argv[2:] or wanted_cases():
         make(name, target)
         print(name, flush=True)

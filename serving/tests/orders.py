@@ -28,6 +28,33 @@ wait attention.2 | attention 3 | wait routed.2 | shared 3 | start attention.3 | 
 wait attention.3 | wait routed.3
 """
 
+# The same without shared experts.
+DENSE_FIRST_PLAIN = """
+attention 0 | mlp 0 | start mlp.0 | wait mlp.0
+attention 1 | start attention.1 | experts 1 | start routed.1
+wait attention.1 | attention 2 | start attention.2 | wait routed.1 | experts 2 | start routed.2
+wait attention.2 | attention 3 | start attention.3 | wait routed.2 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
+# The engine sums squares of queries and keys over ranks before each attention's kernel.
+NORMED_QUERIES = """
+all_reduce | attention 0 | start attention.0 | experts 0 | start routed.0
+wait attention.0 | all_reduce | attention 1 | start attention.1 | wait routed.0 | experts 1 | start routed.1
+wait attention.1 | all_reduce | attention 2 | start attention.2 | wait routed.1 | experts 2 | start routed.2
+wait attention.2 | all_reduce | attention 3 | start attention.3 | wait routed.2 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
+# A sum ends where a norm follows it: dense MLP and experts are one, attention's hides behind both.
+NORMED = """
+attention 0 | start attention.0 | shared 0 | experts 0 | start routed.0 | wait attention.0
+attention 1 | start attention.1 | wait routed.0 | shared 1 | experts 1 | start routed.1 | wait attention.1
+attention 2 | start attention.2 | wait routed.1 | shared 2 | experts 2 | start routed.2 | wait attention.2
+attention 3 | start attention.3 | wait routed.2 | shared 3 | experts 3 | start routed.3 | wait attention.3
+wait routed.3
+"""
+
 # Layer 2 is regular: what is in flight ends with layer 1; the engine sums twice itself.
 GAP = """
 attention 0 | start attention.0 | experts 0 | start routed.0
@@ -59,14 +86,21 @@ shared 3 | experts 3 | start routed.3 | wait routed.3
 """
 
 OF_FAMILY = {
-    **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss"), PLAIN),
+    **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe"), PLAIN),
     **dict.fromkeys(("qwen2_moe", "llama4_text", "llama4"), SHARED),
+    **dict.fromkeys(("granitemoeshared", "granitemoehybrid"), SHARED),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe"), SHARED),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "instella_moe"),
         DENSE_FIRST,
     ),
+    "ernie4_5_moe": DENSE_FIRST,
+    "gemma4_text": NORMED,
+    "gemma4": NORMED,
+    "lfm2_moe": DENSE_FIRST_PLAIN,
+    "minimax_m2": NORMED_QUERIES,
 }
-"""Family -> order with all layers selected; the first layer of five families is dense."""
+"""Family -> order with all layers selected; the first layer of some families is dense."""
 
 OF_CASE = {
     **{f"{family}-all": order for family, order in OF_FAMILY.items()},

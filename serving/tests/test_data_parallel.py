@@ -14,6 +14,7 @@ from typing import Any
 import exchange_orders
 import orders
 import pytest
+from cases import BREADTH, FEW, WRAPPERS
 from engine import BOUND
 from launch import ENVIRONMENT
 from test_parallel import HERE, PATIENCE_S, run_ranks
@@ -68,7 +69,7 @@ FOUR = [
     "qwen2_moe-all:idle",
 ]
 # every family, connectivity and way, on two ranks and on four
-if os.environ.get("FCSD_SERVING_BREADTH"):
+if BREADTH:
     every = [
         f"{f}-{c}:{way}"
         for f in FAMILIES
@@ -76,6 +77,11 @@ if os.environ.get("FCSD_SERVING_BREADTH"):
         for way in ("async", "blocking")
     ]
     RIGHT += [case for case in every if case not in RIGHT]
+    RIGHT += [
+        f"{family}-all:async"
+        for family in FEW
+        if family not in (*WRAPPERS, "gemma4_text")  # which is refused
+    ]
     FOUR += [
         case
         for case in [*every, *(f"{f}-all:idle" for f in FAMILIES)]

@@ -387,6 +387,27 @@ def test_experts_whose_sum_cannot_be_taken_apart_are_refused_with_what_to_do(
         rewire._give_partial_sums(schedule, FAMILIES["qwen2_moe"], "0.32.0")
 
 
+@pytest.mark.parametrize("side", ["leaves", "arrives"])
+def test_a_stage_whose_loop_passes_one_tensor_is_refused_with_what_to_do(
+    side: str,
+) -> None:
+    from fcsd_vllm import rewire
+    from fcsd_vllm.families import FAMILIES
+
+    schedule: Any = SimpleNamespace(
+        index=3,
+        layer=SimpleNamespace(),
+        carries=side == "leaves",
+        ends_stage=True,
+        receives=side == "arrives",
+        begins_stage=True,
+    )
+    with pytest.raises(Refused, match=r"layer 3: .* use --pipeline-parallel-size 1"):
+        rewire._check_layer(schedule, FAMILIES["granitemoe"])
+    schedule.carries = schedule.receives = False
+    rewire._check_layer(schedule, FAMILIES["granitemoe"])
+
+
 def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() -> None:
     from fcsd_vllm.exchange import Exchange
     from fcsd_vllm.settings import Settings
@@ -407,7 +428,7 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
             routed_scaling_factor=1.0, _quant_method=SimpleNamespace(moe_kernel=made)
         )
         exchange: Any = Exchange(
-            block, runner, 3, SimpleNamespace(settings=Settings(comm=comm))
+            block, runner, 3, SimpleNamespace(settings=Settings(comm=comm)), 1.0
         )
         exchange.block = block and (lambda read: block(exchange, read))
         with pytest.raises(Refused, match=f"layer 3: .*{words}"):

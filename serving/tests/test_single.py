@@ -9,11 +9,17 @@ from typing import Any
 import engine
 import orders
 import pytest
+from cases import BREADTH, FEW, FULL, LAYERS, MANY
 
 from fcsd_vllm.families import FAMILIES
 
 CASES = [
-    *(f"{family}-{layers}" for family in FAMILIES for layers in ("all", "half", "gap")),
+    *(f"{family}-{layers}" for family in MANY for layers in LAYERS),
+    *(
+        f"{family}-{layers}"
+        for family in FEW
+        for layers in ((*LAYERS, *FULL) if BREADTH else ("all",))
+    ),
     # Shared experts with a gate; MLA, shared experts and a dense layer; neither.
     *(
         f"{family}-{side}_full"
@@ -22,6 +28,10 @@ CASES = [
     ),
     *(f"{family}-mixed" for family in ("qwen2_moe", "deepseek_v2", "gpt_oss")),
 ]
+
+
+def test_every_family_runs() -> None:
+    assert sorted((*MANY, *FEW)) == sorted(FAMILIES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +111,16 @@ def test_a_latent_of_544_is_refused_on_a_cpu_and_served_as_whole_heads(
     assert engine.compare(outputs, models / "instella_moe-all")[0] == 0
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe-all", "qwen2_moe-all", "instella_moe-all"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen3_moe-all",
+        "qwen2_moe-all",
+        "instella_moe-all",
+        "granitemoeshared-all",
+        *(["gemma4_text-all"] if BREADTH else []),
+    ],
+)
 def test_a_compiled_model_computes_the_same_in_the_same_order(
     case: str, models: Path, start: Any
 ) -> None:
@@ -232,17 +251,17 @@ def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that
         "logging.Logger.warning",
         lambda self, text, *args, **_: said.append(text % args if args else text),
     )
-    folder = models / "ernie4_5_moe-all"
+    folder = models / "hunyuan_v1_moe-all"
     outputs = engine.generate(start(folder, trust_remote_code=True), folder)
     assert any(
-        "ernie4_5_moe runs in vLLM's Transformers backend, which overlaps no all-red"
+        "hunyuan_v1_moe runs in vLLM's Transformers backend, which overlaps no all-red"
         in text
         for text in said
     )
     equal, worst = engine.compare(outputs, folder)
     assert equal == 4
     assert worst < engine.BOUND
-    assert engine.compare(outputs, models / "ernie4_5_moe-original")[0] == 0
+    assert engine.compare(outputs, models / "hunyuan_v1_moe-original")[0] == 0
 
 
 def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:

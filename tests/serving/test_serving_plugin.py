@@ -4,6 +4,7 @@ in both is compared here.
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -48,22 +49,42 @@ def test_every_family_is_named_as_in_fcsd(plugin: Any) -> None:
         assert row.text_config == family.multimodal
 
 
-def test_no_family_is_served_whose_equations_differ_from_the_plain_layer(
-    plugin: Any,
-) -> None:
-    for name in plugin.families.FAMILIES:
+def test_a_row_has_what_its_family_adds_to_the_plain_layer(plugin: Any) -> None:
+    """No family is served whose layer has more than a row and the schedules express."""
+    for name, row in plugin.families.FAMILIES.items():
         family = FAMILIES[name]
-        assert (family.layout, family.residual, family.residual_multiplier) == (
+        assert (family.layout, family.stream_edit, family.side_output) == (
             "pre_norm",
-            "sum",
-            None,
-        )
-        assert family.additive
-        assert (family.layer_shared, family.stream_edit, family.side_output) == (
-            None,
             None,
             None,
         )
+        assert row.factor == (family.residual_multiplier or "")
+        assert row.norms[0] == family.in_norm
+        if row.normed_sums:
+            assert not family.additive
+            assert family.residual_names == (None, "layer_scalar")
+            assert row.norms[1] in family.mlp_norm
+        else:
+            assert family.additive
+            assert family.residual == "sum"
+            assert row.norms[1] == family.mlp_norm
+            assert row.shared == (family.layer_shared or "")
+
+
+def test_the_guide_names_the_families_that_are_served(plugin: Any) -> None:
+    """In the sentences of docs/serve.md about the plugin's families in both engines."""
+    page = " ".join((ROOT / "docs" / "serve.md").read_text(encoding="utf-8").split())
+    in_sglang = load_modules("serving", "fcsd_sglang", ["families"]).families.MODULES
+    for words, families in (
+        (
+            r"The plugin supports (.+?), with every connectivity",
+            plugin.families.FAMILIES,
+        ),
+        (r"SGLang 0\.5\.23 only, with the families (.+?)\. ", in_sglang),
+    ):
+        (named,) = re.findall(words, page)
+        names = re.findall(r"[a-z]\w*(?=[\],]| and |$)", re.sub(r"\(.*?\)", "", named))
+        assert sorted(names) == sorted(families)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +229,7 @@ def engine_config(
     method: str | None = None,
     lora: Any = None,
     comm: str = "",
+    config: Any = None,
     **parallel: Any,
 ) -> Any:
     """Make the parts of a vLLM config that refusals read."""
@@ -216,7 +238,9 @@ def engine_config(
         parallel_config=SimpleNamespace(
             **{**sizes, "all2all_backend": "allgather_reducescatter", **parallel},
         ),
-        model_config=SimpleNamespace(dtype=dtype),
+        model_config=SimpleNamespace(
+            dtype=dtype, hf_text_config=SimpleNamespace(**(config or {}))
+        ),
         speculative_config=SimpleNamespace(method=method) if method else None,
         lora_config=lora,
         additional_config={"fcsd": {"comm": comm}} if comm else {},
@@ -243,6 +267,8 @@ def engine_config(
         ("qwen3_moe", engine_config(method="dspark"), "use n-gram speculation"),
         ("qwen3_moe", engine_config(method="extract_hidden_states"), "use n-gram speculation"),
         ("deepseek_v3", engine_config(dtype="torch.float16"), "use --dtype bfloat16"),
+        ("ernie4_5_moe", engine_config(config={"use_bias": True}), "use_bias: true, but .*VLLM_PLUGINS=none"),
+        ("lfm2_moe", engine_config(config={"tie_word_embeddings": False}), "has tie_word_embeddings: false, but"),
     ],
 )  # fmt: skip
 def test_a_feature_that_farskip_layers_lack_is_refused_in_one_line(
@@ -305,6 +331,9 @@ def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
         rows["qwen3_moe"],
     )
     plugin.refusals.check_engine(engine_config(method="ngram"), rows["qwen3_moe"])
+    plugin.refusals.check_engine(
+        engine_config(config={"use_bias": False}), rows["ernie4_5_moe"]
+    )
     plugin.refusals.check_engine(
         engine_config(dtype="torch.float16"), rows["qwen3_moe"]
     )
