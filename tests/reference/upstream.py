@@ -27,7 +27,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.model.connectivity.modeling import supported_transformers
-from fcsd.model.families import ALL_FAMILIES, FAMILIES, Family
+from fcsd.model.families import ALL_FAMILIES, FAMILIES, SERVED, Family
 from fcsd.model.families.refused import BROKEN, REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
 
@@ -234,6 +234,7 @@ def families_lists() -> str:
             "Generic reference",
             [name for name, row in families.items() if row.reference != "written"],
         ),
+        _named("Served in vLLM with overlap ([serve](serve.md))", SERVED),
         "Not with every supported transformers:",
         "\n".join(_by_reason(others)),
         "Not converted, because",
