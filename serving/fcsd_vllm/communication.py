@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fcsd_vllm.kernels import Kernel, own_kernels
 from fcsd_vllm.settings import Settings
 
 TIMES_VARIABLE = "FCSD_SERVING_TIMES"
@@ -97,13 +98,13 @@ class Functional:
 
 
 class Stream:
-    """NCCL or RCCL with a separate communicator, on a stream that runs beside the
-    computing one.
+    """All-reduces on a stream that runs beside the computing one: by NCCL or RCCL with a
+    separate communicator, and by `kernels` where one takes the message.
 
     Events are created once per tag, so that a captured graph may hold them.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, kernels: Sequence[Kernel] = ()) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         self.communicator = PyNcclCommunicator(
@@ -114,6 +115,7 @@ class Stream:
                 "fcsd-serving: comm: stream needs NCCL or RCCL, which this engine has"
                 " not loaded; use comm: c10d"
             )
+        self.kernels = kernels
         self.stream = torch.cuda.Stream()
         self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self.inputs: dict[str, Any] = {}
@@ -121,14 +123,18 @@ class Stream:
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Start when the computing stream has written `x`."""
         x = x.contiguous()
+        # Memory of the computing stream, which reads it.
         summed = torch.empty_like(x)
-        self.begin(
-            lambda communicator, stream: communicator.all_reduce(
-                x, summed, stream=stream
-            ),
-            x,
-            tag,
-        )
+        own = next((kernel for kernel in self.kernels if kernel.fits(x)), None)
+
+        def reduce(communicator: Any, stream: Any) -> None:
+            if own is None:
+                communicator.all_reduce(x, summed, stream=stream)
+                return
+            with torch.cuda.stream(stream):
+                own.reduce(x, out=summed)
+
+        self.begin(reduce, x, tag)
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -323,9 +329,13 @@ def make_communication(settings: Settings, group: Any) -> Communication:
     blocking = Blocking(group)
     if settings.comm == "blocking":
         return blocking
-    overlapped: Communication = (
-        Stream(group) if settings.comm == "stream" else Functional(group)
-    )
+    overlapped: Communication
+    if settings.comm == "c10d":
+        overlapped = Functional(group)
+    else:
+        overlapped = Stream(
+            group, own_kernels(group) if settings.comm == "stream" else ()
+        )
     if settings.min_overlap_bytes:
         return SmallAtOnce(overlapped, blocking, settings.min_overlap_bytes)
     return overlapped

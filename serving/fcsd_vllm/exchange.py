@@ -276,7 +276,7 @@ class Exchange:
             self.halves = Whole(back_end)
         elif isinstance(back_end, naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular):
             self.halves = SplitGather(self.transport, self.index)
-        elif name in ASYNCHRONOUS and comm == "stream":
+        elif name in ASYNCHRONOUS and comm in ("stream", "nccl"):
             self.halves = back_end
         else:
             raise Refused(

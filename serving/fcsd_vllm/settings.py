@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-BACK_ENDS = ("blocking", "stream", "c10d", "timed")
+BACK_ENDS = ("blocking", "stream", "nccl", "c10d", "timed")
 
 
 class SettingsError(ValueError):
@@ -21,9 +21,10 @@ class Settings:
     """
 
     comm: str = ""
-    """blocking: the engine's own all-reduce; stream: NCCL or RCCL on a stream of its
-    own (the default on GPUs); c10d: functional collectives (the default on CPUs);
-    timed: a thread that also emulates a network."""
+    """blocking: the engine's own all-reduce; stream: its kernels, or NCCL or RCCL, on a
+    stream of their own (the default on GPUs); nccl: NCCL or RCCL alone on such a stream;
+    c10d: functional collectives (the default on CPUs); timed: a thread that also
+    emulates a network."""
     min_overlap_bytes: int = 0
     """The engine's all-reduce, which is faster for small messages, reduces messages
     below this size at once.

@@ -174,6 +174,6 @@ def make_transport(settings: Settings, group: Any) -> Transport:
     """
     if settings.comm == "timed":
         return TimedTransport(group, settings)
-    if settings.comm == "stream":
+    if settings.comm in ("stream", "nccl"):
         return StreamTransport(group, settings)
     return Transport(group, settings)
