@@ -27,7 +27,7 @@ ORDER = {
         "pipeline", "api", "cli", "__main__",
     ],
     "serving/fcsd_vllm": [
-        "families", "field", "settings", "refusals", "weights", "sources", "versions", "configs", "communication",
+        "families", "field", "settings", "refusals", "weights", "sources", "versions", "configs", "kernels", "communication",
         "transports", "cpu_experts", "cpu_exchange", "ops", "gate", "exchange", "schedule", "exchange_schedule",
         "normed_schedule", "rewire", "models", "registration", "write_sources",
     ],

@@ -596,7 +596,7 @@ def main() -> None:
         "--minutes", type=float, default=60, help="time after which all is ended"
     )
     parser.add_argument(
-        "--only", default="*", help="names of points, as `shared-none,upcycled-*`"
+        "--only", default="*", help="points, in this order: `shared-none,upcycled-*`"
     )
     parser.add_argument(
         "--tokens", type=int, default=98304, help="of a training; of long ones 10 times"
@@ -613,9 +613,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     every = points(options.tokens)
-    patterns = options.only.split(",")
     chosen = [
-        each for each in every if any(fnmatch(each.name, one) for one in patterns)
+        each
+        for pattern in options.only.split(",")
+        for each in every
+        if fnmatch(each.name, pattern)
     ]
     if not chosen:
         names = ", ".join(each.name for each in every)

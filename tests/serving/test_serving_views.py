@@ -38,6 +38,7 @@ def test_nccl_on_a_stream_and_the_engines_own_sum_get_whole_memory(view: str) ->
     x = VIEWS[view](torch.arange(20.0).reshape(5, 4))
     event = SimpleNamespace(record=lambda *_: None)
     stream = module.Stream.__new__(module.Stream)
+    stream.kernels = ()
     stream.communicator = SimpleNamespace(
         all_reduce=lambda x, out, stream: raw_double(x, out)
     )
