@@ -27,9 +27,9 @@ ORDER = {
         "pipeline", "api", "cli", "__main__",
     ],
     "serving/fcsd_vllm": [
-        "families", "field", "settings", "refusals", "weights", "sources", "versions", "configs", "kernels", "communication",
-        "transports", "cpu_experts", "cpu_exchange", "ops", "gate", "exchange", "schedule", "exchange_schedule",
-        "normed_schedule", "rewire", "models", "registration", "write_sources",
+        "families", "field", "settings", "refusals", "weights", "sources", "versions", "configs", "kernels",
+        "communication", "transports", "cpu_experts", "cpu_exchange", "ops", "gate", "exchange", "schedule",
+        "exchange_schedule", "normed_schedule", "rewire", "models", "registration", "write_sources",
     ],
     "serving/fcsd_sglang": [
         "families", "settings", "versions", "configs", "communication", "cpu_experts", "refusals", "rewire", "models",
