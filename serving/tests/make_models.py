@@ -220,9 +220,7 @@ def make(case: str, folder: Path) -> None:
 
 def make_original(place: Path, family: str, **sizes: Any) -> None:
     """Write a regular checkpoint of a family; `sizes` are other than the family's here."""
-    model = tiny_model(
-        family, **{**_COMMON, **SIZES.get(family, {**_HEADS, **_EXPERTS}), **sizes}
-    )
+    model = tiny_model(family, **{**_COMMON, **SIZES.get(family, _HEADS), **sizes})
     # log-probabilities of a few nats, whose rounding stays far below the bound
     with torch.no_grad():
         head = model.get_output_embeddings().weight
