@@ -498,8 +498,8 @@ def _all_reduces(facts: Mapping[str, Any], ideal: float) -> str:
     else:
         duration_text = (
             f"the engine's own in line {engine} µs, NCCL's on a side stream {side}. If"
-            f" the engine's own ran beside computation (AMD's fork): {ideal:.3f} times"
-            " as fast as regular blocks"
+            " the engine's own run beside computation (vLLM with fcsd-serving, AMD's"
+            f" fork): {ideal:.3f} times as fast as regular blocks"
         )
     return (
         f"ALL-REDUCES: {duration_text}. Measure yours first: `assumptions: {{all_reduce_us: …,"
