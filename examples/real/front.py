@@ -134,7 +134,7 @@ def study_of(state: Path, point: Point) -> Path:
 
 
 def points(tokens: int) -> list[Point]:
-    """Return all points, in the order of what README and docs/real.md need most."""
+    """Return all points, in the order of what README and docs/front.md need most."""
     starts = [("copied", 0), ("calibrated", 0), ("calibrated", tokens)]
     first = ("attention", "10", "14", "last-28")
     found = [Point(network, "none") for network in ("shared", "upcycled", "dense")]
