@@ -48,9 +48,9 @@ REFUSED: dict[str, str] = {
     "vitpose": _IMAGES,
     "vitpose_backbone": _IMAGES,
     "zaya": (
-        "each router reads the state of the router of the layer before it, so one"
-        " router that reads an outdated stream would shift the routing of all later"
-        " layers"
+        "its layers scale the stream as they add a branch to it, and hand the state of"
+        " their routers to the next layer; FarSkip's order can be defined for both, but"
+        " no layout of fcsd has them yet"
     ),
 }
 """Model type -> reason, a clause that follows "cannot be converted: "."""
