@@ -69,7 +69,7 @@ def test_converting_and_registering_a_refused_family_say_why(tmp_path):
     ):
         convert_checkpoint(tmp_path, tmp_path / "out", Connectivity("all"))
     assert not (tmp_path / "out").exists()
-    with user_error("'farskip_zaya' cannot be converted: each router reads"):
+    with user_error("'farskip_zaya' cannot be converted: its layers scale"):
         register("farskip_zaya")
 
 
