@@ -419,10 +419,13 @@ def _tensor_parallel(planned: Planned) -> tuple[list[Priced], list[str]]:
 
     def passed(work: ModelWork, all_reduce_s: float) -> list[tuple[float, float]]:
         chain = []
-        for layer_s in roofline.layers(work, 1):
+        for layer, layer_s in zip(work.layers, roofline.layers(work, 1), strict=True):
             attention_s = layer_s["attention a"] + layer_s["attention b"]
             mlp_s = total(layer_s) - attention_s - layer_s.get("arrive", 0.0)
-            chain += [(attention_s, all_reduce_s), (mlp_s, all_reduce_s)]
+            if layer.one_branch:
+                chain.append((attention_s + mlp_s, all_reduce_s))
+            else:
+                chain += [(attention_s, all_reduce_s), (mlp_s, all_reduce_s)]
         return chain
 
     outside_s, saved_s = roofline.head(work) + roofline.gap, fused_norm(roofline, work)

@@ -60,7 +60,8 @@ class LayerWork:
     causal: a mask leaves out half of the pairs. in_window: share of the other half that
     a sliding window keeps. cache_bytes: keys and values of earlier tokens that a rank
     reads. experts_run: FLOPs of the experts as the family's own code runs them; the
-    step "experts" counts only the chosen experts of each token.
+    step "experts" counts only the chosen experts of each token. one_branch: the layer
+    is attention, or another mixer, or an MLP.
     """
 
     moe: bool
@@ -71,6 +72,12 @@ class LayerWork:
     in_window: float = 1.0
     cache_bytes: float = 0.0
     experts_run: float = 0.0
+    one_branch: bool = False
+
+    @property
+    def branches(self) -> int:
+        """The number of norms, and of sums over tensor-parallel ranks."""
+        return 1 if self.one_branch else 2
 
     @property
     def core_left(self) -> float:
@@ -415,5 +422,10 @@ def _layer_work(
         run = steps["experts"].flops or chosen
         steps["experts"] = Work(min(run, chosen), _size(experts))
     return LayerWork(
-        _is_moe(layer, family), steps, record.core, record.scores, experts_run=run
+        _is_moe(layer, family),
+        steps,
+        record.core,
+        record.scores,
+        experts_run=run,
+        one_branch=family.layout == "blocks",
     )

@@ -19,6 +19,8 @@ from typing import Any, Literal
 from fcsd.base.errors import UserError
 from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.families import FAMILIES
+from fcsd.parallel.overlap.support import refusal
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
@@ -93,6 +95,9 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     if settings.phase == "decode":
         step_ratio = list(STEP_RATIO)
     over_exact = expected_gain(times, settings, rows, "over_exact")
+    refused = None
+    if not serves and not planned.megatron:
+        refused = refusal(FAMILIES[planned.model_type])
     return {
         "model": planned.training.where,
         "model_type": planned.model_type,
@@ -109,6 +114,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         "hangs_on": hangs_on(rows),
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
+        "overlap_refused": refused,
     }
 
 

@@ -189,7 +189,8 @@ class Roofline:
         """Return the seconds of attention between its projections; in a server, those
         of a kernel at least.
         """
-        least_s = self.values["core_us"] / 1e6 if self.served else 0.0
+        attends = any(name.startswith("attention") for name in layer.steps)
+        least_s = self.values["core_us"] / 1e6 if self.served and attends else 0.0
         return max(self.core(layer), least_s)
 
     def parts(
@@ -203,6 +204,7 @@ class Roofline:
         # computes them for its tokens.
         own = self.token_ranks
         norms = self.passes(self.values["norm_passes"], stream) / own
+        norms *= layer.branches / 2
 
         def split(name: str) -> float:
             return self.matmul(layer.work(name), "gemm", ranks)
@@ -216,6 +218,8 @@ class Roofline:
         }
         if layer.moe:
             parts |= self._expert_parts(model, layer, expert_parallel, norms)
+        elif layer.one_branch and not layer.work("mlp").weights:
+            parts |= {"attention a": (queries, norms), "mlp": (0.0, 0.0)}
         else:
             parts["mlp"] = split("mlp"), norms
         if not self.served:

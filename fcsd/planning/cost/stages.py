@@ -68,7 +68,7 @@ def tensor_parallel_s(roofline: Roofline, work: ModelWork) -> float:
     if roofline.tensor_parallel == 1:
         return 0.0
     number = sum(
-        1 + (not layer.moe or layer.work("shared expert").weights > 0)
+        layer.branches - (layer.moe and not layer.work("shared expert").weights)
         for layer in work.layers
     )
     return number * roofline.all_reduce(work)

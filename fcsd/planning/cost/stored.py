@@ -36,7 +36,7 @@ class Stored:
 BFLOAT16 = Stored("bfloat16")
 FP8 = Stored("FP8", 1.0, 1.0, "fp8")
 _FP4 = 4.25 / 8
-"""Bytes of a float of 4 bits with its share of an 8-bit scale for 32 of them."""
+"""Bytes of a float of 4 bits with its share of the 8-bit scale of 32 of them."""
 _BLOCK = 128
 """Elements of a row that share one 32-bit scale when vLLM's backends dispatch in FP8
 (`use_fp8_dispatch` of DeepEP's kernels; the gather also quantises first).
@@ -54,7 +54,7 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
         stored = _stored(quantisation, has_fp8)
         # DeepSeek-V4 keeps it beside the quantisation of the other weights.
         if quantisation and config.get("expert_dtype") == "fp4":
-            name = f"{stored.name}, experts FP4"
+            name = f"MXFP4 experts, {stored.name}"
             return replace(stored, name=name, experts=_FP4)
         return stored
     except (AttributeError, TypeError, ValueError):  # a field of another type

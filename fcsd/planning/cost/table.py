@@ -527,6 +527,11 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         )
     if kernels := _kernels(facts):
         yield f"KERNELS: {kernels}"
+    if reason := facts["overlap_refused"]:
+        yield (
+            f"NOT IN FCSD: its training does not overlap {facts['model_type']}, because"
+            f" {reason}"
+        )
     if rates := facts.get("tokens_per_second_per_gpu"):
         yield "tokens/s per GPU: " + ", ".join(
             f"{name} {_number(rate)}" for name, rate in rates.items()

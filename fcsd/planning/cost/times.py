@@ -23,7 +23,7 @@ from fcsd.parallel.overlap.schedule import Computed, LayerFacts, served_beside
 from fcsd.parallel.overlap.schedule import beside as computed_beside
 from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
-from fcsd.planning.cost.operations import ModelWork
+from fcsd.planning.cost.operations import LayerWork, ModelWork
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.roofline import Roofline, fused_norm, total
 from fcsd.planning.cost.stages import (
@@ -432,9 +432,15 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
         planned.mlp,
         shared,
     )
-    windows = [[window(steps, seconds) for steps in layer] for layer in computed]
+    windows = [
+        _of_branches(layer, is_rewired, [window(steps, seconds) for steps in beside])
+        for layer, is_rewired, beside in zip(
+            work.layers, planned.rewired(), computed, strict=True
+        )
+    ]
     all_reduce_s, side_s = roofline.all_reduce(work), roofline.all_reduce(work, side)
-    communication = 2 * len(work.layers) * all_reduce_s
+    branches = sum(layer.branches for layer in work.layers)
+    communication = branches * all_reduce_s
     # What nothing hides, the engine sends itself, in line. One all-reduce less in a
     # dense layer, one more where shared experts have their own.
     windows_s = [window_s for layer in windows for window_s in layer]
@@ -445,7 +451,7 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
     )
     # A regular layer has two norms, each behind an all-reduce; one behind an all-reduce
     # on the side cannot be fused with it.
-    norms, in_line = 2 * len(work.layers), sum(not window_s for window_s in windows_s)
+    norms, in_line = branches, sum(not window_s for window_s in windows_s)
     saved_s = fused_norm(roofline, work)
     lost_s = saved_s * max(0, norms - in_line)
     # Without a combine there are no returned rows to sum.
@@ -468,11 +474,24 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": all_reduce_s, "side": side_s},
         "windows": [
-            {"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][1]}
+            {"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][-1]}
             for k in moe
         ],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
+
+
+def _of_branches(
+    layer: LayerWork, is_rewired: bool, windows: list[float]
+) -> list[float]:
+    """Return the windows of the all-reduces that a layer has: a layer of one branch has
+    one, and a rewired one with shared experts a second, of these.
+    """
+    if not layer.one_branch:
+        return windows
+    if layer.moe and is_rewired and layer.work("shared expert").weights:
+        return windows[:2]
+    return windows[1:2] if layer.moe else windows[:1]
 
 
 def summary(

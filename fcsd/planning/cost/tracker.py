@@ -25,6 +25,7 @@ from torch.utils.flop_counter import (
 )
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.model.preserve import without_advice
 from fcsd.planning.cost.fake import FakeTensors
 from fcsd.planning.cost.stand_ins import stand_in
 
@@ -194,7 +195,7 @@ def counting(tracker: Tracker, interposed: Interposed, subject: str) -> Iterator
     `subject` needs data.
     """
     try:
-        with FakeTensors(tracker.saw), interposed:
+        with without_advice(), FakeTensors(tracker.saw), interposed:
             yield
     except UserError:
         raise

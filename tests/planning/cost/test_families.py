@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from fcsd.cli.main import main
 from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import FAMILIES
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.times import plan_times
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import few
 
@@ -84,3 +86,41 @@ def test_the_layers_of_every_family_are_priced_in_every_phase(
         times = compared(plan)
         assert math.isfinite(times["speed_up"]) and times["regular_s"] > 0
         assert (plan.cached > 0) == (phase != "train")
+
+
+def test_a_layer_of_one_branch_has_one_sum_over_the_ranks(tmp_path: Path) -> None:
+    """Nemotron-H: Mamba, experts, attention, experts; each rewired layer of experts has
+    a second sum, of its shared expert, and the routed experts' hides beside the mixer
+    behind it.
+    """
+    tiny_config("nemotron_h").save_pretrained(tmp_path)
+    plan = planned(tmp_path, phase="decode")
+    assert [layer.moe for layer in plan.work.layers] == [False, True, False, True]
+    sent = plan.roofline.all_reduce(plan.work)
+    side = plan.roofline.all_reduce(plan.work, "side")
+    times = plan_times(plan)
+    assert times["communication_s"] == pytest.approx(4 * sent)
+    first, last = times["windows"]
+    layers = plan.roofline.layers(plan.work, 1)
+    mixer = layers[2]["attention a"] + layers[2]["attention b"]
+    assert first["routed_s"] == pytest.approx(mixer) and last["routed_s"] == 0
+    assert first["attention_s"] == pytest.approx(layers[1]["experts"])
+    # Two mixers in line, two of shared experts and one of routed ones on the side, and
+    # the last one's in line.
+    assert times["overlapped_communication_s"] == pytest.approx(3 * sent + 3 * side)
+    # A mixer has no MLP, and experts no attention, whose kernels would take a while.
+    assert layers[0]["mlp"] == 0 and layers[1]["attention b"] == 0
+
+
+def test_a_plan_says_that_fcsd_does_not_overlap_the_family_and_nothing_else_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for model_type in ("nemotron_h", "qwen3_next"):
+        tiny_config(model_type).save_pretrained(tmp_path / model_type)
+        words = ["plan", str(tmp_path / model_type), "--gpus-per-node", "2"]
+        assert main(words) == 0
+        printed = capfd.readouterr()
+        says = "NOT IN FCSD: its training does not overlap nemotron_h, because each of"
+        assert (says in printed.out) == (model_type == "nemotron_h")
+        # transformers' advice on kernels is for those who run the model
+        assert not printed.err

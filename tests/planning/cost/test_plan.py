@@ -427,6 +427,7 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
         ("DeepSeek-V3", {}, "h100", ("FP8", 1.0, 1.0, "fp8")),
         ("DeepSeek-V3", {}, "a100", ("FP8, computed in bfloat16", 1.0, 1.0, "bfloat16")),
         ("gpt-oss-20b", {}, "h100", ("MXFP4 experts", 0.53125, 2.0, "bfloat16")),
+        ("DeepSeek-V4-Flash", {}, "h100", ("MXFP4 experts, FP8", 0.53125, 1.0, "fp8")),
         ("Qwen3-30B-A3B", {}, "h100", ("bfloat16", 2.0, 2.0, "bfloat16")),
         ("Qwen3-30B-A3B", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "h100",
          ("INT4", 0.515625, 0.515625, "bfloat16")),
@@ -452,8 +453,9 @@ def test_a_server_holds_weights_as_the_checkpoint_says(
 ) -> None:
     changes = {"quantization_config": changed} if changed else {}
     served = {"phase": "decode", "gpu": gpu, "length": 64, "batch": 8}
-    # gpt-oss names the kind of each of its layers.
-    few = {} if name == "gpt-oss-20b" else {"num_hidden_layers": 4}
+    # Some name the kind of each of their layers.
+    named = name in ("gpt-oss-20b", "DeepSeek-V4-Flash")
+    few = {} if named else {"num_hidden_layers": 4}
     planned = published(name, changes | few, served)
     stored = planned.stored
     assert (stored.name, stored.experts, stored.others, stored.precision) == expected
