@@ -63,7 +63,10 @@ def checkpoint(model_type: str, folder: Path, **overrides: Any) -> Path:
     """
     model = tiny_model(model_type, **WIDTHS.get(model_type, {}), **overrides)
     model.save_pretrained(folder / "wide")
-    narrow = type(model).from_pretrained(folder / "wide", dtype=torch.bfloat16)
+    # With its config: the class of sarvam_moe is that of another model type.
+    narrow = type(model).from_pretrained(
+        folder / "wide", config=model.config, dtype=torch.bfloat16
+    )
     narrow.save_pretrained(folder / "original")
     tiny_tokenizer(110).save_pretrained(folder / "original")
     return folder / "original"
