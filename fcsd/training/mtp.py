@@ -16,6 +16,7 @@ Not covered: families whose MTP layers transformers cannot run; several processe
 MTP layers on drafts of their own (they are trained and measured on the text's tokens).
 """
 
+import copy
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
@@ -88,7 +90,14 @@ class MtpLayers:
                 f" is named layers.{self._begin}.…; fcsd knows MTP layers behind the"
                 " decoder layers alone"
             )
-        self.mtp = MtpModel(model, self.count).to(input_device(model), model.dtype)
+        self.mtp = MtpModel(model, self.count)
+        # Embeddings and head are the model's own, and stay where they are.
+        self.device = output_head(model).weight.device
+        self.mtp.layers.to(self.device, model.dtype)
+        # Spread over several devices, the model's own module computes on another one.
+        if self.mtp.rotary_emb is not None:
+            rotary = copy.deepcopy(self.mtp.rotary_emb)
+            self.mtp.rotary_emb = remove_hook_from_module(rotary).to(self.device)
         stored = _fill(self.mtp.layers, folder, names, self._begin)
         self.stored = {
             stored[key]: parameter
@@ -110,12 +119,11 @@ class MtpLayers:
 
         hidden: (B, T, D) final states of the model.
         """
-        ids, positions, labels = (
-            batch["input_ids"],
-            batch["position_ids"],
-            batch["labels"],
-        )
+        ids = batch["input_ids"]
+        positions = batch["position_ids"].to(self.device)
+        labels = batch["labels"].to(self.device)
         length = ids.shape[1]
+        hidden = hidden.to(self.device)
         previous = hidden.float()
         for k in range(self.count):
             seen = length - 1 - k
@@ -125,7 +133,7 @@ class MtpLayers:
                 previous[:, :seen],
                 positions[:, k + 1 :],
                 None,
-                inputs_embeds=embedded.float(),
+                inputs_embeds=embedded.to(self.device, torch.float32),
             )
             target = labels[:, k + 2 :]
             keep = target != NO_LOSS
@@ -172,7 +180,7 @@ class MtpLayers:
                 rates["greedy"][k] += equal.sum().item()
                 rates["sampled"][k] += overlap.sum().item()
                 counts[k] += len(equal)
-                drawn = _by_draft(equal, batch["labels"], k)
+                drawn = _by_draft(equal, batch["labels"].to(self.device), k)
                 chain = drawn if chain is None else chain[:, : drawn.shape[1]] * drawn
                 accepted += chain.sum().item()
         greedy, sampled = ((rates[kind] / counts).tolist() for kind in _RATE_KINDS)

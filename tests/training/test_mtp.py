@@ -189,7 +189,14 @@ def test_the_command_trains_them_and_changes_nothing_else(
     others = {file.name for file in (tmp_path / "converted").iterdir()}
     assert others | {"mtp.json"} == {file.name for file in (tmp_path / "out").iterdir()}
     # What was written is what was measured.
-    run_command("mtp", tmp_path / "out", tmp_path / "again", *command[3:])
+    run_command(
+        "mtp",
+        tmp_path / "out",
+        tmp_path / "again",
+        *command[3:],
+        "--device-map",
+        "auto",
+    )
     before, after = (
         next(line for line in text.splitlines() if line.startswith(f"{name}: "))
         for name, text in (("before", capsys.readouterr().err), ("after", told.err))
