@@ -76,12 +76,7 @@ class MtpLayers:
     ) -> None:
         self.model: Any = model
         config: Any = model.config.get_text_config()
-        self.count = getattr(config, "num_mtp_layers", None) or 0
-        if not self.count:
-            raise UserError(
-                f"{folder}: its config promises no MTP layers that transformers can run"
-                f" (model_type {config.model_type}); there is nothing to train"
-            )
+        self.count = num_mtp_layers(config, folder)
         self._begin = config.num_hidden_layers
         names = _names_at(folder, files, range(self._begin, self._begin + self.count))
         if not names:
@@ -207,6 +202,19 @@ class MtpLayers:
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained tensors by their names in the files, in float32."""
         return {name: p.detach().cpu() for name, p in self.stored.items()}
+
+
+def num_mtp_layers(config: Any, folder: Path) -> int:
+    """Return how many MTP layers a checkpoint has; UserError where transformers can run
+    none.
+    """
+    count: int = getattr(config, "num_mtp_layers", None) or 0
+    if not count:
+        raise UserError(
+            f"{folder}: its config promises no MTP layers that transformers can run"
+            f" (model_type {config.model_type}); there is nothing to train"
+        )
+    return count
 
 
 def zero_of(module: nn.Module) -> Tensor:
