@@ -343,7 +343,7 @@ def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
     "given, words",
     [
         ({"com": "blocking"}, r"additional_config: fcsd.com: unknown key; did you mean 'comm'\?"),
-        ({"comm": "nccl"}, "must be one of blocking, stream, c10d, timed, got 'nccl'"),
+        ({"comm": "rccl"}, "must be one of blocking, stream, nccl, c10d, timed, got 'rccl'"),
         ({"comm": "timed", "latency_ms": -1}, "latency_ms: must be a number of 0 or more, got -1"),
         ({"comm": "c10d", "latency_ms": 2}, "they need comm: timed"),
         ({"looked_at": True}, "looked_at: must be the digest that the refusal named, got True"),
