@@ -98,7 +98,12 @@ def hub(
                 shutil.copyfile(repository / file, snapshot / file)
             return str(snapshot)
 
-        def hf_hub_download(name: str, file: str, revision: str | None = None) -> str:
+        def hf_hub_download(
+            name: str,
+            file: str,
+            revision: str | None = None,
+            local_files_only: bool = False,
+        ) -> str:
             return str(repository / file)
 
         def model_info(self: Any, name: str, **options: Any) -> Any:
