@@ -46,7 +46,8 @@ from fcsd.base.text import markdown, progress_bar
 HERE = Path(__file__).parent
 KL_TEXTS, KL_TOKENS = 64, 256
 SAVING_S = 40  # of the time: for the checkpoints of trainings that are ended
-STEP_TOKENS = 2048  # of front.yaml
+RECIPE = yaml.safe_load((HERE / "front.yaml").read_text("utf-8"))
+STEP_TOKENS: int = RECIPE["train"]["batch_size_tokens"]
 NETWORKS = {"shared": "moe", "upcycled": "models/upcycled", "dense": "models/dense"}
 CHOICE = ("hellaswag", "piqa", "arc_easy")
 
@@ -408,13 +409,12 @@ def make(point: Point, state: Path, options: argparse.Namespace) -> Path:
 
 
 def sources(state: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return `data.train`: conversations and documents, and, where the dense model has
-    written, half of it text of its own.
+    """Return front.yaml's `data.train` with the files of this study, and, where the dense
+    model has written, half of it text of its own.
     """
-    data = state / "models/data"
-    found: list[dict[str, Any]] = [
-        {"path": str(data / "train.jsonl"), "weight": 0.6},
-        {"path": str(data / "text.jsonl"), "columns": {"text": "text"}, "weight": 0.4},
+    found = [
+        source | {"path": str(state / "models/data" / Path(source["path"]).name)}
+        for source in RECIPE["data"]["train"]
     ]
     if own := own_text_file(state, options):
         found.insert(0, {"path": str(own), "columns": None, "weight": 1.0})

@@ -178,6 +178,11 @@ class MtpLayers:
                 drawn = _by_draft(equal, batch["labels"].to(self.device), k)
                 chain = drawn if chain is None else chain[:, : drawn.shape[1]] * drawn
                 accepted += chain.sum().item()
+        if not counts.all():
+            raise UserError(
+                "--text: what is left out to measure drafts has no answer of"
+                f" {self.count + 1} tokens; give longer texts, or --loss-on all"
+            )
         greedy, sampled = ((rates[kind] / counts).tolist() for kind in _RATE_KINDS)
         return Acceptance(
             int(counts[0].item()), greedy, sampled, 1 + accepted / counts[0].item()

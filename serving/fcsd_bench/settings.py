@@ -87,7 +87,7 @@ class Benchmark(Strict):
     )
     comm: dict[str, Any] = option(
         {},
-        "communication of the overlapped row: stream, c10d, timed, or the plugin's"
+        "communication of the overlapped row: stream, nccl, c10d, timed, or the plugin's"
         ' settings such as \'{"comm": "timed", "latency_ms": 2}\' (default: the'
         " plugin's)",
         metavar="NAME|JSON",

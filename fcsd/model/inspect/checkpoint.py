@@ -172,7 +172,9 @@ def _fetched(name: str, revision: str | None, *, once: bool) -> Path:
     if once:
         try:
             get_hf_file_metadata(hf_hub_url(name, CONFIG))
-        except Exception:  # the cache may still have it
+        # Whatever keeps the Hub from answering, the cache may still have the config; if
+        # not, the caller takes the one that ships with fcsd.
+        except Exception:
             cached = True
     return Path(
         hf_hub_download(name, CONFIG, revision=revision, local_files_only=cached)
