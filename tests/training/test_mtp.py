@@ -85,7 +85,7 @@ def test_loss_and_acceptance_are_those_by_hand(
 ) -> None:
     # Of few tokens, drafts are right by chance.
     layers = mtp_layers(checkpoint_with_mtp(tmp_path, family, number, vocab_size=8))
-    [batch] = in_batches(random_rows(8, 20, 12), 20)
+    [batch] = in_batches(random_rows(8, 100, 12), 100)
     ids, positions = batch["input_ids"], batch["position_ids"]
     model, mtp = layers.model, layers.mtp
     losses, equal, overlap = [], [], []
@@ -106,7 +106,7 @@ def test_loss_and_acceptance_are_those_by_hand(
             overlap.append(torch.minimum(p.exp(), q.exp()).sum(-1)[keep].mean().item())
 
     loss, count = layers.loss(batch)
-    assert count == 20 * 9  # the first three of twelve tokens have no loss
+    assert count == 100 * 9  # the first three of twelve tokens have no loss
     assert loss.item() == pytest.approx(sum(losses), rel=1e-4)
     found = layers.acceptance([batch])
     assert found.tokens == count
