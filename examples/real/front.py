@@ -67,9 +67,10 @@ class Point:
 
     @property
     def name(self) -> str:
+        start = [self.weights] if self.rewired != "none" else []
         trained = [f"{self.tokens}"] if self.tokens else []
         seed = [f"s{self.seed}"] if self.seed else []
-        return "-".join([self.network, self.rewired, self.weights, *trained, *seed])
+        return "-".join([self.network, self.rewired, *start, *trained, *seed])
 
     @property
     def original(self) -> str:

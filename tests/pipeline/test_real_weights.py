@@ -202,7 +202,7 @@ def test_the_front_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     # Two layers: all of their blocks are the cheapest 14.
     assert row["name"] == "shared-14-calibrated-98304"
     assert row["connectivity"] == {
-        "layers": [0, 1], "attention": "partial", "mlp": "outdated"
+        "version": 1, "layers": [0, 1], "attention": "partial", "mlp": "outdated"
     }  # fmt: skip
     assert (row["overlapped"], row["collectives"]) == (3, 4)
     assert {*row["kl"]} == {"conversations", "Wikipedia", "hellaswag", "piqa"}
