@@ -787,7 +787,7 @@ def plot_front(rows: list[dict[str, Any]], file: Path) -> None:
                 linestyle="-" if name.startswith("shared") else "--",
                 label=name,
             )
-        axis.set(xlabel="collectives beside which attention is computed, %")
+        axis.set(xlabel="overlapped collectives, %")
         set_title(axis, title)
     axes[0].set_yscale("log")
     legend_beside(axes[1])

@@ -291,7 +291,7 @@ class TrainerInputs:
 
     def __init__(self, args: FCSDConfig, launch: Launch):
         with python_words():
-            self.sections = _checked_sections(args, launch)
+            self.sections = _trainable_sections(args, launch)
         check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
         self.given = Given()
@@ -591,7 +591,7 @@ def _date_of_training(folder: Path) -> datetime:
     return noted_date(None)
 
 
-def _checked_sections(args: FCSDConfig, launch: Launch) -> Sections:
+def _trainable_sections(args: FCSDConfig, launch: Launch) -> Sections:
     """Return the sections of arguments that a launch can train with."""
     sections = args.sections()
     check_precision(sections.train, launch.engine)

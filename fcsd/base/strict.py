@@ -393,7 +393,7 @@ def parse_yaml(text: str, where: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_size(node, {}, 0)
+        _expanded_size(node, {}, 0)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -417,7 +417,7 @@ _MOST_REPEATED = 100_000
 _TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
-def _check_size(
+def _expanded_size(
     node: yaml.Node, sizes_by_id: dict[int, tuple[int, int] | None], depth: int
 ) -> tuple[int, int]:
     """Return the number of values and of levels that a node expands to, where an alias
@@ -441,7 +441,7 @@ def _check_size(
             children = [child for pair in children for child in pair]
         elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
             refuse(f"{node.value!r} holds an incomplete character")
-        sizes = [_check_size(child, sizes_by_id, depth + 1) for child in children]
+        sizes = [_expanded_size(child, sizes_by_id, depth + 1) for child in children]
         node_size = (
             1 + sum(size for size, _ in sizes),
             1 + max((levels for _, levels in sizes), default=0),

@@ -61,7 +61,7 @@ _PROMPTS = (
 )
 
 
-def check_identity(
+def difference_from_server(
     server: Server,
     ask: Callable[[Sequence[Sequence[int]]], list[list[float]]],
     model: ModelFolder,

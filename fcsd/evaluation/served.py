@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.answers import Answer, Question
-from fcsd.evaluation.identity import check_identity
+from fcsd.evaluation.identity import difference_from_server
 from fcsd.evaluation.server import Body, Server
 from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
@@ -79,7 +79,7 @@ class ServedBackend:
                 )
             ]
 
-        self.checked = check_identity(
+        self.checked = difference_from_server(
             self.server, ask, self.model, self.tokenizer, load
         )
 

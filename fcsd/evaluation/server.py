@@ -243,7 +243,7 @@ class Server:
             try:
                 if dropped:  # the server may be back with another model
                     self._require_same(
-                        self._checked(
+                        self._body(
                             await client.get(f"{self.url}/v1/models"), "/v1/models"
                         )
                     )
@@ -251,7 +251,7 @@ class Server:
                 response = await client.post(
                     f"{self.url}/v1/completions", json={"model": self.model, **body}
                 )
-                answer = self._checked(response, "/v1/completions")
+                answer = self._body(response, "/v1/completions")
                 ended = {
                     choice.get("finish_reason")
                     for choice in answer.get("choices") or ()
@@ -313,7 +313,7 @@ class Server:
                 " its address?"
             ) from None
         try:
-            return self._checked(response, path)
+            return self._body(response, path)
         except _Retry as error:
             raise self.error(
                 f"is not ready ({error}); wait until it serves, and run again"
@@ -324,7 +324,7 @@ class Server:
             return self._get(path)
         return {}
 
-    def _checked(self, response: httpx2.Response, path: str) -> Body:
+    def _body(self, response: httpx2.Response, path: str) -> Body:
         status = response.status_code
         if status in (401, 403):
             reason = f"requires a key; set {API_KEY}"

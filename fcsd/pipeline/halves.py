@@ -10,7 +10,7 @@ from typing import Any
 from fcsd.base.text import markdown
 from fcsd.model.connectivity import Connectivity
 from fcsd.parallel.launch import Launch
-from fcsd.pipeline.plan import checked_study, prepare_with_files, study_seconds
+from fcsd.pipeline.plan import prepare_with_files, study_of, study_seconds
 from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import PlanSettings
 from fcsd.planning.layers.front import (
@@ -90,7 +90,7 @@ def choose_halves(
         settings, model=source["path"], revision=source.get("revision")
     )
     planned = prepare_with_files(plan_settings, links, routing)
-    checked_study(planned, folder)
+    study_of(planned, folder)
     seconds = study_seconds(planned, None, folder)
     metric = deciding_metric(study)["name"]
     facts = front(study, metric, goal.calibrated, seconds)

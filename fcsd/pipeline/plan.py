@@ -234,7 +234,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     }
 
 
-def checked_study(planned: Planned, folder: Path) -> dict[str, Any]:
+def study_of(planned: Planned, folder: Path) -> dict[str, Any]:
     """Return the study in a folder; UserError if it is of another model."""
     study = read_study(folder)
     if study["num_hidden_layers"] != len(planned.work.layers):
@@ -281,7 +281,7 @@ def _against_quality(
     """Return, for each selection of a study, its loss of quality and the speed-up of
     the connectivity that was measured, whatever the plan's own is.
     """
-    study = checked_study(planned, folder)
+    study = study_of(planned, folder)
     metric, rows = deciding_metric(study), []
     # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in _weights(study):
@@ -326,7 +326,7 @@ def _front(
     calibrated: bool,
 ) -> dict[str, Any]:
     """Return the front of a study's losses and its chosen row."""
-    study = checked_study(planned, folder)
+    study = study_of(planned, folder)
     seconds = study_seconds(planned, times, folder)
     metric = deciding_metric(study)["name"]
     facts = front(study, metric, calibrated, seconds)

@@ -26,8 +26,7 @@ families here:
 
 from dataclasses import replace
 
-from fcsd.model.families.family import Family, wrapper
-from fcsd.model.families.folding import INDEXER, Folding
+from fcsd.model.families.family import INDEXER, Family, Folding, wrapper
 
 _NORMED = Folding(closed=("self_attn", "mlp"))
 

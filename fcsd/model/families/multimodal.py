@@ -5,8 +5,7 @@ stays as it is.
 from dataclasses import replace
 
 from fcsd.model.families.adapted import ROWS as ADAPTED
-from fcsd.model.families.family import Family, wrapper
-from fcsd.model.families.folding import Folding
+from fcsd.model.families.family import Family, Folding, wrapper
 from fcsd.model.families.standard import ROWS as STANDARD
 
 TEXT_ROWS: tuple[Family, ...] = (

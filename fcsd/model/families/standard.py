@@ -2,8 +2,7 @@
 only in names.
 """
 
-from fcsd.model.families.family import Family
-from fcsd.model.families.folding import INDEXER, Folding
+from fcsd.model.families.family import INDEXER, Family, Folding
 
 _SHARED_MLP = Folding(reads=("input_linear",), writes=("output_linear",))
 

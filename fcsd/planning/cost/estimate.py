@@ -125,7 +125,9 @@ def estimate(
             ),
         ],
         "refused": (
-            [] if pretrain else list(_refused(recipe, variant, hardware, training))
+            []
+            if pretrain
+            else list(_reasons_against(recipe, variant, hardware, training))
         ),
         "assumptions": list(_assumptions(job, of_original)),
     }
@@ -145,7 +147,7 @@ def _tokenizing(num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _refused(
+def _reasons_against(
     recipe: Recipe, variant: str | None, hardware: Hardware, training: Training
 ) -> Iterator[str]:
     """Yield the reasons why `fcsd run` refuses: quantised weights, and other trainings

@@ -1,5 +1,5 @@
 """Look up which weights of a layer read the input of a branch and which write its output
-(`fcsd.model.families.folding`), and fold maps into them. With its map folded in, a
+(`fcsd.model.families.family`), and fold maps into them. With its map folded in, a
 weight reads x A instead of x, or writes u B instead of u.
 
     roles = roles_of(layer, family)               # of a rewired layer
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fcsd.model.connectivity.stack import is_one_of
 from fcsd.model.families import Family
-from fcsd.model.families.folding import READS, WRITES, Folding
+from fcsd.model.families.family import READS, WRITES, Folding
 
 Place = tuple[str, int]
 """The name of a parameter in its layer, and the axis that a map is folded into."""
