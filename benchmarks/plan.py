@@ -36,8 +36,9 @@ from fcsd.model.inspect.shipped import CONFIGS
 from fcsd.pipeline.plan import plan_from_files, sweep_plans
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.plan import kept_memory
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import Planned, prepare
 from fcsd.planning.cost.rivals import HALVES, PAIRS, SHARED
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.times import gain, plan_times
 from fcsd.report.figure import GREY, SIZE, save_figure, set_title
 

@@ -22,8 +22,9 @@ from fcsd.model.inspect.shipped import CONFIGS
 from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.operations import LayerWork, ModelWork
 from fcsd.planning.cost.plan import plan as plan_facts
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import Planned, prepare
 from fcsd.planning.cost.roofline import Roofline
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.times import plan_times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -27,7 +27,7 @@ _MACHINE = ("gpu", "nodes", "gpus_per_node", "network_gb_s")
 
 
 def _plan(arguments: Namespace) -> None:
-    from fcsd.planning.cost.planned import PlanSettings
+    from fcsd.planning.cost.settings import PlanSettings
 
     options = vars(arguments) | _cluster(arguments)
     if arguments.sweep is not None:
@@ -111,7 +111,7 @@ def _sweep_rules(
 def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
     """Plan for each value of `--sweep`."""
     from fcsd.pipeline.plan import sweep_plans
-    from fcsd.planning.cost.planned import PlanSettings
+    from fcsd.planning.cost.settings import PlanSettings
     from fcsd.planning.cost.table import sweep_table
 
     name, _, text = arguments.sweep.partition("=")
@@ -167,7 +167,7 @@ def _cluster(arguments: Namespace) -> dict[str, Any]:
 
 def _machine_options(parser: _ActionsContainer) -> None:
     """Add what `plan` and `plan-layers` take of a machine and its work."""
-    from fcsd.planning.cost.planned import PlanSettings
+    from fcsd.planning.cost.settings import PlanSettings
 
     parser.add_argument(
         "--cluster",

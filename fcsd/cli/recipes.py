@@ -64,7 +64,7 @@ def _estimate(arguments: Namespace) -> None:
     if arguments.pretrain and arguments.variant is not None:
         raise UserError("--variant and --pretrain are both given; leave one out")
     from fcsd.planning.cost.estimate import estimate
-    from fcsd.planning.cost.job import Hardware
+    from fcsd.planning.cost.settings import Hardware
     from fcsd.planning.cost.table import estimate_table
 
     hardware = Hardware.from_options(vars(arguments))
@@ -188,7 +188,7 @@ def _configs(arguments: Namespace) -> None:
 
 
 def _estimate_options(parser: ArgumentParser) -> None:
-    from fcsd.planning.cost.job import Hardware
+    from fcsd.planning.cost.settings import Hardware
 
     recipe_arguments(parser, with_variant=True)
     parser.add_argument(

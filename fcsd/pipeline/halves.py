@@ -12,7 +12,7 @@ from fcsd.model.connectivity import Connectivity
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.plan import prepare_with_files, study_of, study_seconds
 from fcsd.planning.cost.plan import plan
-from fcsd.planning.cost.planned import PlanSettings
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.layers.front import (
     Seconds,
     as_fast_as,

@@ -17,7 +17,8 @@ from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import ranges
 from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan, reach
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import Planned, prepare
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.times import plan_times
 from fcsd.planning.layers.front import (
     Seconds,

@@ -9,11 +9,10 @@ status = main(['distill', 'nowhere.yaml'])
 print(status, 'torch' in sys.modules)
 """
 
-# The records behind the options of estimate and of plans lie in modules that use torch.
 HELP = """
 import sys
 from fcsd.cli.main import COMMANDS, main
-for name in COMMANDS.keys() - {'estimate', 'plan', 'plan-layers'}:
+for name in COMMANDS:
     try: main([name, '--help'])
     except SystemExit: pass
     heavy = {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)

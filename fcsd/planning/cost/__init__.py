@@ -2,12 +2,13 @@
 (`fcsd plan`) before running either.
 
     from fcsd.planning.cost.estimate import estimate
-    from fcsd.planning.cost.job import Hardware
+    from fcsd.planning.cost.settings import Hardware
     from fcsd.planning.cost.table import estimate_table
     print(estimate_table(estimate(load_recipe("recipe.yaml"), Hardware(num_gpus=8))))
 
     from fcsd.planning.cost.plan import plan
-    from fcsd.planning.cost.planned import PlanSettings, prepare
+    from fcsd.planning.cost.planned import prepare
+    from fcsd.planning.cost.settings import PlanSettings
     planned = prepare(PlanSettings(model="owner/name", gpu="h200", nodes=2))
     print(plan(planned)["times"]["speed_up"])
 

@@ -17,7 +17,6 @@ from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import (
     SHARES,
-    Hardware,
     Job,
     assumed_values,
     gather_s,
@@ -37,6 +36,7 @@ from fcsd.planning.cost.own_text import (
     text_of_student,
     texts_of_original,
 )
+from fcsd.planning.cost.settings import Hardware
 from fcsd.planning.cost.training import (
     Training,
     distillation,

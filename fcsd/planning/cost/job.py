@@ -6,19 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import field_validator
 
 from fcsd.base.errors import UserError, refuse
-from fcsd.base.strict import Strict, like, option
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
-from fcsd.planning.cost.machine import Cluster, Machine, make_machine
+from fcsd.planning.cost.machine import Machine, make_machine
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout, compute_dtype
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
+from fcsd.planning.cost.settings import Hardware
 from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import (
@@ -36,57 +35,6 @@ ENDS = (*SHARES, "prefetch")
 """Assumptions that give an estimate its range; all of them take the same end of their
 ranges together.
 """
-
-
-class Hardware(Strict):
-    """The machine for which a run is estimated."""
-
-    gpu: str = like(Cluster, "gpu")
-    num_gpus: int = option(1, "number of GPUs, one rank each", flag="--gpus", ge=1)
-    sharding: Literal["none", "fsdp2", "hsdp", "zero3"] = option(
-        "none",
-        "none: a whole copy on every rank, as with `accelerate launch --multi_gpu`; the"
-        " others as with configs/fsdp2_8.yaml, fsdp2_2x8.yaml (one copy per node) and"
-        " zero3_8.yaml",
-    )
-    expert_parallel: int = option(
-        1,
-        "with --sharding fsdp2: ranks that share the experts; all other weights are"
-        " sharded over all ranks",
-        metavar="N",
-        ge=1,
-    )
-    mfu: tuple[float, float] | None = option(
-        None,
-        "share of the published peak that every matmul reaches, a number or a range"
-        " (default: an assumed range for each kind of matmul; docs/plan.md)",
-    )
-    network_gb_s: float | None = like(Cluster, "network_gb_s")
-
-    @field_validator("mfu", mode="before")
-    @classmethod
-    def _parse_range(cls, value: Any) -> Any:
-        """Read `0.1-0.25` or `0.2`."""
-        if not isinstance(value, str):
-            return value
-        try:
-            low, *high = map(float, value.split("-"))
-            if len(high) > 1:
-                raise ValueError
-        except ValueError:
-            raise ValueError("a range such as 0.1-0.25, or one number") from None
-        return low, *(high or [low])
-
-    @field_validator("mfu")
-    @classmethod
-    def _check_range(
-        cls, value: tuple[float, float] | None
-    ) -> tuple[float, float] | None:
-        if value is not None and not 0 < value[0] <= value[1] <= 1:
-            raise ValueError(
-                f"{value[0]:g}-{value[1]:g}: a range such as 0.1-0.25, within 0 and 1"
-            )
-        return value
 
 
 def machine_of(hardware: Hardware) -> Machine:

@@ -25,7 +25,8 @@ from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
 from fcsd.planning.cost.operations import ModelWork
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import Planned, prepare
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.stages import stage_work, stages_of
 from fcsd.planning.cost.trace import Trace
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer

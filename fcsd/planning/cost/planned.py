@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 from fcsd.base.errors import Rule, UserError, refuse
-from fcsd.base.strict import option
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import resolve_layers
@@ -25,17 +24,16 @@ from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
-from fcsd.planning.cost.machine import Cluster, Machine, make_machine
+from fcsd.planning.cost.machine import Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Roofline, Rows
-from fcsd.planning.cost.stored import BFLOAT16, FP8, Dtype, Stored, stored_weights
+from fcsd.planning.cost.settings import PlanSettings
+from fcsd.planning.cost.stored import BFLOAT16, FP8, Stored, stored_weights
 from fcsd.planning.cost.training import Training, built
 from fcsd.planning.network.links import LinkModel
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
-
-Phase = Literal["train", "prefill", "decode"]
 
 ALL2ALL: dict[str, Rows] = {
     "allgather_reducescatter": "all",
@@ -45,91 +43,6 @@ ALL2ALL: dict[str, Rows] = {
 """The destinations of a server's token, by the name of vLLM's backend (0.32; its
 default first); only the backends that FarSkip overlaps.
 """
-
-
-class PlanSettings(Cluster):
-    """The planned phase, batch and layout, and the machine.
-
-    connectivity: None: that of a converted checkpoint; all layers of any other model.
-    sharding: fsdp2: as fcsd trains; optimizer: as Megatron does, to compare with its
-    runs: a rank keeps its weights whole, they are sent once per step, and no memory is
-    planned. rows_once: in training, a token sends one row to each rank that has any of
-    its experts; False: one row to each expert, for the same comparison.
-    """
-
-    model: str
-    revision: str | None = None
-    phase: Phase = option("train", "phase to time")
-    expert_parallel: int | None = option(
-        None,
-        "ranks that share the experts (default: all GPUs; for a server, --tp)",
-        metavar="N",
-        flag="--ep",
-    )
-    tensor_parallel: int | None = option(
-        None,
-        "tensor-parallel ranks of a server (default: all GPUs), or of a Megatron"
-        " training, which fcsd does not run (default: 1)",
-        metavar="N",
-        flag="--tp",
-    )
-    pipeline_parallel: int = option(
-        1,
-        "stages of a Megatron training, which fcsd does not run",
-        metavar="N",
-        flag="--pp",
-        ge=1,
-    )
-    data_parallel: int | None = option(
-        None,
-        "data-parallel ranks of a server, each with its own attention and requests,"
-        " that share the experts and exchange tokens (wide expert parallelism);"
-        " replaces --tp",
-        metavar="N",
-        flag="--dp",
-        ge=2,
-    )
-    all2all: Literal[
-        "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
-    ] = option(
-        "allgather_reducescatter",
-        "vLLM's all-to-all backend between the --dp ranks: all ranks gather all tokens"
-        " (its default), one row to each node and rank with one of a token's experts,"
-        " or one row to each expert",
-    )
-    batch: int = option(
-        1,
-        "rows per micro-batch and rank; for a server, concurrent requests",
-        metavar="N",
-        ge=1,
-    )
-    global_batch: int | None = option(
-        None, "rows per optimiser step (default: one micro-batch per rank)", metavar="N"
-    )
-    length: int = option(
-        4096, "tokens per row, per prompt, or in the text so far", metavar="N", ge=1
-    )
-    dtype: Dtype = option(
-        "auto",
-        "dtype of weights and matmuls in projections and experts; auto: for a server,"
-        " the checkpoint's quantisation, otherwise bfloat16",
-    )
-    keep_activations: bool = option(
-        False,
-        "train without activation checkpointing: keep activations for the backward pass"
-        " instead of recomputing each layer",
-    )
-    without_aiter: bool = option(
-        False,
-        "time a prefill in FP8 on AMD GPUs with vLLM's own kernels, its default, instead"
-        " of AITER's (VLLM_ROCM_USE_AITER=1): dense matmuls take 2, experts 3 and"
-        " attention 14 times as long",
-    )
-    connectivity: Connectivity | None = None
-    # Attention with its scores in memory instead of one fused kernel.
-    unfused_attention: bool = False
-    sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
-    rows_once: bool = True
 
 
 @dataclass(frozen=True)

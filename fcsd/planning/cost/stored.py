@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.model.quantised.methods import FIELD
 from fcsd.planning.cost.roofline import Precision
-
-Dtype = Literal["auto", "bfloat16", "fp8"]
 
 
 @dataclass(frozen=True)

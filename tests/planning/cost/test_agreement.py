@@ -13,8 +13,7 @@ import yaml
 from fcsd.model.connectivity import Connectivity
 from fcsd.pipeline.plan import plan_from_files
 from fcsd.planning.cost.estimate import estimate
-from fcsd.planning.cost.job import Hardware
-from fcsd.planning.cost.planned import PlanSettings
+from fcsd.planning.cost.settings import Hardware, PlanSettings
 from fcsd.recipe.load_recipe import load_recipe
 from tests.real_configs import CONFIGS
 from tests.support import skip_unavailable

@@ -26,8 +26,8 @@ from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from fcsd.planning.cost.estimate import estimate
 from fcsd.planning.cost.hardware import GPUS
-from fcsd.planning.cost.job import Hardware
 from fcsd.planning.cost.memory import Layout, memory_parts
+from fcsd.planning.cost.settings import Hardware
 from fcsd.planning.cost.stand_ins import STAND_INS
 from fcsd.planning.cost.table import estimate_table
 from fcsd.planning.cost.trace import Setting, Trace, trace_step

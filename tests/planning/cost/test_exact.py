@@ -15,7 +15,7 @@ from fcsd.model.families import FAMILIES
 from fcsd.planning.cost.exact import compared, in_turn, joined, mirrored
 from fcsd.planning.cost.operations import ModelWork, part_of
 from fcsd.planning.cost.plan import expected_gain, plan
-from fcsd.planning.cost.planned import Planned, PlanSettings
+from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.rivals import (
     HALVES,
     LADDER,
@@ -27,6 +27,7 @@ from fcsd.planning.cost.rivals import (
     TRACKS,
 )
 from fcsd.planning.cost.roofline import Roofline
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.table import plan_table
 from tests.planning.cost.plans import BARE, lite, with_values
 from tests.support import ROOT

@@ -21,7 +21,8 @@ from fcsd.planning.cost.hardware import find_gpu
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 from fcsd.planning.cost.operations import WHOLE
 from fcsd.planning.cost.plan import OVER_PREDICTION, STEP_RATIO, memory, plan
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import Planned, prepare
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.table import plan_table
 from fcsd.planning.cost.times import plan_times
 from fcsd.planning.network.links import write_links

@@ -12,7 +12,8 @@ from benchmarks.plan import planned as published
 from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.plan import plan
-from fcsd.planning.cost.planned import ALL2ALL, Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import ALL2ALL, Planned, prepare
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.stored import stored_weights
 from fcsd.planning.cost.times import plan_times
 from tests.planning.cost.plans import (

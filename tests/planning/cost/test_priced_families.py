@@ -11,7 +11,8 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import FAMILIES
 from fcsd.planning.cost.exact import compared
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import Planned, prepare
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.times import plan_times
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import few

@@ -22,7 +22,7 @@ from benchmarks.plan import (
 from fcsd.cli.main import build_parser
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.plan import plan
-from fcsd.planning.cost.planned import PlanSettings
+from fcsd.planning.cost.settings import PlanSettings
 from tests.support import ROOT
 
 NAMES = [f"{each.config}, {each.phase}, {each.gpu}" for each in QUESTIONS]

@@ -26,7 +26,8 @@ from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline import halves as halves_module
 from fcsd.pipeline.plan import study_seconds
-from fcsd.planning.cost.planned import PlanSettings, prepare
+from fcsd.planning.cost.planned import prepare
+from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.layers.front import (
     Half,
     Prices,
