@@ -21,6 +21,7 @@ from fcsd.planning.cost.times import plan_times
 from tests.support import ROOT
 
 
+@pytest.mark.breadth
 def test_the_page_has_the_planned_milliseconds_of_each_class() -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("| ")]
@@ -37,6 +38,7 @@ def test_the_page_has_the_planned_milliseconds_of_each_class() -> None:
         assert any(line.endswith(row) for line in lines), (trace.title, row)
 
 
+@pytest.mark.breadth
 def test_the_page_says_how_many_classes_are_met() -> None:
     page = " ".join((ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split())
     (close, number), (twice, _), (thrice, _) = (within(x) for x in (1.5, 2.0, 3.0))
@@ -74,6 +76,7 @@ def test_a_trace_of_a_tensor_parallel_server_implies_what_its_all_reduces_leave(
     )
 
 
+@pytest.mark.breadth
 def test_nine_of_ten_traces_imply_a_gain_in_the_range_that_a_plan_prints() -> None:
     gains = {trace.title: implied(trace) for trace in IMPLIED}
     inside = [

@@ -44,6 +44,7 @@ from tests.reference.tiny import TINY, tiny_model
 from tests.support import (
     Bench,
     assert_killed,
+    few,
     few_and_others,
     history,
     skip_unavailable,
@@ -336,7 +337,7 @@ ON_POLICY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", few(["fsdp2", "ddp"], 1))
 def test_two_ranks_write_and_train_what_one_process_does(
     bench: Bench, engine: str
 ) -> None:

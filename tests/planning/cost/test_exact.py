@@ -402,6 +402,7 @@ def test_a_prefill_may_gain_as_much_less_over_exact_schedules_as_past_plans_were
     assert gains == pytest.approx([0.049 / 4.9, 0.07])
 
 
+@pytest.mark.breadth
 def test_the_page_has_the_gains_over_the_best_exact_schedule() -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     table = "\n".join(f"| {' | '.join(row)} |" for row in exact_rows())
