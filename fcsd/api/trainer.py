@@ -116,7 +116,7 @@ class FCSDTrainer(ReadyTrainer):
         # are packed before the Trainer exists: its constructor needs them.
         launch = launch or _own_launch()
         self.inputs = TrainerInputs(args, launch)
-        with self.at_work():
+        with self.working_context():
             sections = self.inputs.sections
             self.inputs.take_adapters(peft_config)
             adapts = peft_config is not None
@@ -159,8 +159,8 @@ class FCSDTrainer(ReadyTrainer):
             self.compared, launch, of_teacher=sections.objective.has_teacher
         )
 
-    def at_work(self) -> contextlib.AbstractContextManager[None]:
-        return self.inputs.at_work()
+    def working_context(self) -> contextlib.AbstractContextManager[None]:
+        return self.inputs.working_context()
 
     # ---- data
 

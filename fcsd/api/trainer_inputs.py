@@ -59,7 +59,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.argument_rules import refuse_another_cut
 from fcsd.training.arguments import check_reporters, refuse_what_cannot_be_sharded
-from fcsd.training.card.trainer import TAGS, Given, given
+from fcsd.training.card.trainer import TAGS, InputNames, input_names
 from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections, micro_batches
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
@@ -294,7 +294,7 @@ class TrainerInputs:
             self.sections = _trainable_sections(args, launch)
         check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
-        self.given = Given()
+        self.names = InputNames()
         # set for a model that is given by its path
         self._checkpoint: ModelFolder | None = None
         self._teacher: str | None = None
@@ -312,7 +312,7 @@ class TrainerInputs:
         self._vocab_size: int | None = None
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def working_context(self) -> Iterator[None]:
         """Keep accelerate from sharding the model, and name arguments in errors.
 
         A recipe's run enters `engine_environment` itself, and its errors name keys.
@@ -344,7 +344,7 @@ class TrainerInputs:
             *([] if knows_metrics else [metric]),
         )
         check_models(model, teacher, args, launch, has_teacher=has_teacher)
-        self.given = given(model, teacher, data[0])
+        self.names = input_names(model, teacher, data[0])
         if isinstance(model, str | Path):
             self._checkpoint = find_model(args.model_config(str(model)))
         # The data are checked before a model is loaded from a path, which may take a

@@ -258,7 +258,7 @@ def run_evaluation(
             result, samples = prepared(loaded, evaluation.name)
             if measure is not None:
                 result |= measure(loaded)
-    _leave(stage, result, samples, launch)
+    _write_and_finish(stage, result, samples, launch)
     return stage
 
 
@@ -360,7 +360,7 @@ def _begin(evaluation: PlannedEvaluation, stage: Stage, launch: Launch) -> str:
     whole tasks are kept.
     """
 
-    def take_back() -> None:
+    def remove_damaged() -> None:
         finished = (stage.folder / "manifest.json").is_file()
         if not finished or stage.state() != "finished":
             return
@@ -373,7 +373,7 @@ def _begin(evaluation: PlannedEvaluation, stage: Stage, launch: Launch) -> str:
                 _keep_whole_tasks(evaluation, stage)
             (stage.folder / "manifest.json").unlink()
 
-    launch.ranks.from_first(take_back)
+    launch.ranks.from_first(remove_damaged)
     return begin_stage(stage, launch)
 
 
@@ -398,7 +398,7 @@ def _keep_whole_tasks(evaluation: PlannedEvaluation, stage: Stage) -> None:
                 store.put(row, read_samples(stage.folder, row.task, score), facts)
 
 
-def _leave(
+def _write_and_finish(
     stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch
 ) -> None:
     """Write the results on the first rank; the others wait."""

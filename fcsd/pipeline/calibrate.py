@@ -61,10 +61,8 @@ def calibrate(
         run.recipe
     ):
         variant, calibrated_run = None, run
-    launch, stage = (
-        calibrated_run.launch,
-        _stage(calibrated_run, run.layout.calibration(variant or MAIN)),
-    )
+    launch = calibrated_run.launch
+    stage = _stage(calibrated_run, run.layout.calibration(variant or MAIN))
     partial, model = stage.folder / "partial", stage.folder / "model"
     if begin_stage(stage, launch) != "finished":
         note = launch.ranks.from_first(lambda: _whole(partial, model))

@@ -142,10 +142,11 @@ def _folder_names(
     names = []
     for index, source in enumerate(data.train):
         # The weight decides only the mixture, so it is not part of the name.
-        source_facts, source_digest = (
-            [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]],
-            digest.copy(),
-        )
+        source_facts = [
+            source.model_dump(exclude={"weight"}),
+            inputs[f"data.train.{index}"],
+        ]
+        source_digest = digest.copy()
         source_digest.update(json.dumps(source_facts, sort_keys=True).encode())
         names.append(source_digest.hexdigest()[:16])
     return names

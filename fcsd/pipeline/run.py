@@ -267,10 +267,8 @@ def evaluate_models(run: Run) -> None:
 
     config = run.recipe.evaluation
     # One suite and one reference, so that all models answer the same items.
-    suite, reference = (
-        load_suite(config.suite),
-        Reference(run.original, run.recipe.data),
-    )
+    suite = load_suite(config.suite)
+    reference = Reference(run.original, run.recipe.data)
     original, texts = EvaluatedFolder(run.original), dict[str, Any]()
     for name in run.models():
         run.begin(evaluation(name))
@@ -297,11 +295,9 @@ def layers(run: Run) -> Stage:
     from fcsd.report.study_plots import plot_layers
 
     recipe, original, config = run.recipe, run.original, run.recipe.evaluation
-    data, connectivity, layer_study = (
-        recipe.data,
-        recipe.connectivity,
-        config.layer_study,
-    )
+    data = recipe.data
+    connectivity = recipe.connectivity
+    layer_study = config.layer_study
     assert (
         data.heldout is not None and layer_study is not None
     )  # the recipe has checked it

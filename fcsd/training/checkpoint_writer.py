@@ -99,7 +99,7 @@ class CheckpointWriter:
         return Path(str(self.args.output_dir))
 
     @property
-    def at_work(self) -> bool:
+    def is_writing(self) -> bool:
         return (
             self.name is not None
             and self._thread is not None

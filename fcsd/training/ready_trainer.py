@@ -147,7 +147,7 @@ class ReadyTrainer(DistillTrainer):
             # outside training and evaluation the model is the user's
             detach_loss_head(student)
 
-    def at_work(self) -> contextlib.AbstractContextManager[None]:
+    def working_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context that training and evaluation run in."""
         return contextlib.nullcontext()
 
@@ -157,7 +157,7 @@ class ReadyTrainer(DistillTrainer):
         model = self.plain_model
         routers = float32_routers(model) if self.args.bf16 else contextlib.nullcontext()
         with (
-            self.at_work(),
+            self.working_context(),
             loss_head(model, self.step_loss.objective.vocab_size),
             routers,
         ):

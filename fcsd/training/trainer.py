@@ -279,7 +279,7 @@ class DistillTrainer(ResumableTrainer):
         # is not finite.
         clipped = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = float(self._get_grad_norm(model, clipped))
-        is_writing = writer.name is not None and writer.at_work
+        is_writing = writer.name is not None and writer.is_writing
         verdict = guarded.decide(step + 1, norm, model, is_writing=is_writing)
         if verdict == "stop":
             raise self._stopped(step + 1)

@@ -67,7 +67,9 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         )
 
     monkeypatch.setattr(
-        stage, "_leave", lambda _, result, samples, launch: results.append(result)
+        stage,
+        "_write_and_finish",
+        lambda _, result, samples, launch: results.append(result),
     )
     monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     return results

@@ -94,7 +94,7 @@ def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written
     def look(trainer: Any) -> None:
         step, writer = trainer.state.global_step, trainer.checkpoint_writer
         names = [path.name for path in checkpoints(Path(trainer.args.output_dir))]
-        seen.setdefault(step, (writer.at_work, names))
+        seen.setdefault(step, (writer.is_writing, names))
         if step == 6:
             opened.set()
             writer._thread.join()
@@ -131,7 +131,7 @@ def test_the_next_checkpoint_and_the_end_wait_for_the_one_before(
         return write(self, folder)
 
     def waiting(self: CheckpointWriter) -> None:
-        if self.at_work:
+        if self.is_writing:
             waits.set()
         finish(self)
 
@@ -316,7 +316,7 @@ def test_without_room_for_a_copy_the_training_waits_and_says_so(
 def checked(method: Any) -> Any:
     def called(self: Any, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        assert not self.checkpoint_writer.at_work
+        assert not self.checkpoint_writer.is_writing
 
     return called
 

@@ -486,11 +486,9 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
         *scored,
         *(section.suite for section in _decontaminations(recipe)),
     }
-    root, inventable, user_test_sets = (
-        recipe.evaluation.data_root,
-        _benchmarks(sorted(suites)),
-        {},
-    )
+    root = recipe.evaluation.data_root
+    inventable = _benchmarks(sorted(suites))
+    user_test_sets = {}
     for path, by in graded.items():
         if path in inventable or _leads_out(path):
             continue

@@ -48,7 +48,7 @@ _FILE_FORMATS = (
 
 
 @dataclass(frozen=True)
-class Given:
+class InputNames:
     """The arguments of a trainer as a card names them.
 
     model: the path or Hub id of the model, or "". teacher: the same; None where the
@@ -60,11 +60,11 @@ class Given:
     data: tuple[str, ...] = ()
 
 
-def given(model: Any, teacher: Any, data: Any) -> Given:
+def input_names(model: Any, teacher: Any, data: Any) -> InputNames:
     """Read the names from a trainer's arguments, before anything is loaded or
     converted.
     """
-    return Given(
+    return InputNames(
         _name_of(model),
         None if teacher is None else _name_of(teacher),
         dataset_names(data),
@@ -142,7 +142,7 @@ def _facts(trainer: Any, arguments: Mapping[str, Any]) -> Facts:
     values = config.to_dict()
     values.setdefault("auto_map", auto_map(family_of(config)))
     where = trainer.hub_model_id or trainer.args.hub_model_id
-    inputs = trainer.inputs.given if trainer.inputs is not None else Given()
+    inputs = trainer.inputs.names if trainer.inputs is not None else InputNames()
     origin = _origin(inputs.model)
     base = arguments.get("finetuned_from") or (
         hub_id(origin[0]) if origin is not None else None
@@ -178,7 +178,9 @@ def _listed(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _training(trainer: Any, inputs: Given, data: list[str]) -> dict[str, Any] | None:
+def _training(
+    trainer: Any, inputs: InputNames, data: list[str]
+) -> dict[str, Any] | None:
     """Describe the training in the form of a stage's manifest; None where there were no
     steps.
     """
