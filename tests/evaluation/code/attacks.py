@@ -42,7 +42,9 @@ def run(scorer: CodeScorer, code: str, problem: Problem = PROBLEM) -> Outcome:
     after it.
     """
     outcome = scorer.score([problem], {problem.task_id: code})[0]
-    again = scorer.score([PROBLEM], {"p": PROBLEM.canonical})[0]
+    ((again,),) = scorer.score_samples(
+        [PROBLEM], {"p": [PROBLEM.canonical]}, timeout_s=20.0
+    )
     assert again.passed, f"after {code!r}: {again}"
     return outcome
 

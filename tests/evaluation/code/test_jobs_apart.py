@@ -314,12 +314,22 @@ def checking(scorer: CodeScorer) -> str:
 
 
 def outcomes(scorer: CodeScorer, programs: Sequence[str]) -> list[str]:
-    return [
-        result.outcome
-        for result in scorer.score_samples(
-            [PROBLEM], {"p": programs}, whole_programs=True
-        )[0]
-    ]
+    """Return the outcomes of programs that are scored in this order. Where a right one
+    is not done in time, all are scored again with more time: on a busy machine a second
+    may be too short, and a program that delays others delays them each time.
+    """
+    found: list[str] = []
+    for seconds in (scorer.timeout_s, 5.0, 20.0):
+        (results,) = scorer.score_samples(
+            [PROBLEM], {"p": programs}, timeout_s=seconds, whole_programs=True
+        )
+        found = [result.outcome for result in results]
+        if not any(
+            outcome == "timeout" and program in (PROBLEM.canonical, CHECKS, ROOM)
+            for outcome, program in zip(found, programs, strict=True)
+        ):
+            break
+    return found
 
 
 WRONG = "def f(x): return x\n"
@@ -369,7 +379,7 @@ def test_eleven_of_twelve_programs_stay_right_beside_one_that_leaves_no_inode() 
     ]
     programs = {problem.task_id: ROOM for problem in problems}
     programs["3"] = hostile(INODES["above"])
-    with opened("all layers") as scorer:
+    with opened("all layers", timeout_s=20.0) as scorer:
         if scorer.layers["scratch"] != "tmpfs":
             pytest.skip("this machine lets nobody mount a folder for a program")
         results = scorer.score(problems, programs)
