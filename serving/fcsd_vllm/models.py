@@ -31,9 +31,9 @@ def _stock_class(name: str) -> Any:
 
 
 def forwards() -> Iterator[Callable[..., Any]]:
-    """Yield the forwards of all classes that the families name; a wrapper's layers are
-    those of its text model. Files for images cannot be imported without torchvision;
-    those of Qwen3.5 are left out, whose layers are Qwen3-Next's.
+    """Yield the forwards of the parts of all models that the families name; a wrapper's
+    layers are those of its text model. Files for images cannot be imported without
+    torchvision; those of Qwen3.5 are left out, whose layers are Qwen3-Next's.
     """
     rooms = ("vllm.model_executor.models.", "vllm.model_executor.layers.mamba.")
     for family in FAMILIES.values():
@@ -41,12 +41,27 @@ def forwards() -> Iterator[Callable[..., Any]]:
             continue
         file = importlib.import_module(_stock_class(family.stock).__module__)
         for each in vars(file).values():
-            if (
-                inspect.isclass(each)
-                and each.__module__.startswith(rooms)
-                and hasattr(each, "forward")
+            if _is_part(each) and all(
+                name.startswith(rooms)
+                for name in (each.__module__, each.forward.__module__)
             ):
                 yield each.forward
+
+
+def _is_part(each: Any) -> bool:
+    """Return whether this is a class whose forward `used_functions` may return: no whole
+    model with a head, no linear layer, no placeholder of another stage, no protocol. A
+    part that is taken for none is refused when a model is served.
+    """
+    from torch import nn
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return (
+        inspect.isclass(each)
+        and issubclass(each, nn.Module)
+        and not issubclass(each, (LinearBase, nn.Identity))
+        and not hasattr(each, "compute_logits")
+    )
 
 
 def make_model_class(family: Family) -> Any:

@@ -54,32 +54,38 @@ EXCHANGE = (
         "vllm.distributed.device_communicators.pynccl",
         "PyNcclCommunicator.reduce_scatterv",
     ),
-    ("vllm.distributed.parallel_state", "get_dp_group"),
     (f"{_ATTENTION}.attention", "unified_attention_with_output"),
     (f"{_ATTENTION}.mla_attention", "unified_mla_attention_with_output"),
 )
+PUBLIC = (
+    ("vllm.config", "CUDAGraphMode.without_piecewise"),
+    ("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce"),
+    ("vllm.distributed.parallel_state", "get_dp_group"),
+    ("vllm.distributed.parallel_state", "get_tp_group"),
+    ("vllm.forward_context", "get_forward_context"),
+    ("vllm.utils.torch_utils", "direct_register_custom_op"),
+)
+"""Functions that the plugin calls as vLLM's own models do, whatever their code: only
+their names are checked. What a result lacks is an error where it is used.
+"""
 NEEDED = (
     *EXCHANGE,
+    *PUBLIC,
     (_RUNNER, "MoERunner.forward"),
     (_RUNNER, "MoERunner._select_forward"),
     (_RUNNER, "MoERunner._forward_impl"),
     (_RUNNER, "MoERunner._maybe_apply_routed_scale_to_output"),
     (_RUNNER, "MoERunner._maybe_reduce_final_output"),
     ("vllm.config", "VllmConfig.try_verify_and_update_config"),
-    ("vllm.config", "CUDAGraphMode.without_piecewise"),
-    ("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce"),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.all_reduce"),
     ("vllm.model_executor.layers.linear", "RowParallelLinear.forward"),
     ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
     ("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS"),
     ("vllm.model_executor.models.registry", "_MULTIMODAL_MODELS"),
     ("vllm.model_executor.models.registry", "_TRANSFORMERS_BACKEND_MODELS"),
-    ("vllm.forward_context", "get_forward_context"),
-    ("vllm.distributed.parallel_state", "get_tp_group"),
-    ("vllm.utils.torch_utils", "direct_register_custom_op"),
 )
-"""Module and name of each internal of vLLM that the plugin uses; functions are also
-identified by their source.
+"""Module and name of each internal of vLLM that the plugin uses; functions that are not
+in `PUBLIC` are also identified by their source.
 """
 
 _WRAPPED = (
@@ -130,11 +136,13 @@ def check_internals(version: str) -> None:
 
 
 def needed_functions() -> list[Callable[..., Any]]:
-    """Return the functions in `NEEDED`, and the others that the plugin wraps."""
+    """Return the functions in `NEEDED` whose code matters, and those that the plugin
+    wraps."""
     return [
         each
         for module, name in (*NEEDED, *_WRAPPED)
-        if inspect.isfunction(each := _internal(module, name))
+        if (module, name) not in PUBLIC
+        and inspect.isfunction(each := _internal(module, name))
     ]
 
 
