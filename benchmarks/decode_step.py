@@ -48,12 +48,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode_devices import ALL_REDUCE, TRACED, Gpu, Rehearsal  # noqa: E402
 from benchmarks.decode_rank import ATTENTION, Rank, shape_of  # noqa: E402
 from fcsd.model.config import ConnectivityConfig  # noqa: E402
+from fcsd.model.inspect.shipped import CONFIGS  # noqa: E402
 from fcsd.parallel.overlap.measure import from_trace  # noqa: E402
 from fcsd.planning.cost.measured import Times, write_times  # noqa: E402
 
@@ -280,8 +280,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    configs = ROOT / "tests" / "files" / "configs"
-    made.add_argument("--config", type=Path, default=configs / "Qwen3-30B-A3B.json")
+    made.add_argument("--config", type=Path, default=CONFIGS / "Qwen3-30B-A3B.json")
     made.add_argument("--layers", type=int, help="the first N only (default: all)")
     made.add_argument("--ranks", type=int, default=8, help="tensor-parallel ranks")
     made.add_argument("--batch", type=int, nargs="+", default=[64], help="requests")

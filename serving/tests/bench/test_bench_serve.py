@@ -1016,10 +1016,10 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
     ("option", "said"),
     [
         (
-            "--comm=nccl",
+            "--comm=rccl",
             (
                 "--comm: additional_config: fcsd.comm: must be one of blocking, stream,"
-                " c10d, timed"
+                " nccl, c10d, timed"
             ),
         ),
         ("--serve-args=--port 8000", "--port is set by the benchmark; leave it out"),
