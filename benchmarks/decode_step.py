@@ -50,12 +50,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode_devices import ALL_REDUCE, TRACED, Gpu, Rehearsal  # noqa: E402
-from benchmarks.decode_rank import ATTENTION, Rank, shape_of  # noqa: E402
-from fcsd.model.config import ConnectivityConfig  # noqa: E402
-from fcsd.model.inspect.shipped import CONFIGS  # noqa: E402
-from fcsd.parallel.overlap.measure import from_trace  # noqa: E402
-from fcsd.planning.cost.measured import Times, write_times  # noqa: E402
+from benchmarks.decode_devices import ALL_REDUCE, TRACED, Gpu, Rehearsal
+from benchmarks.decode_rank import ATTENTION, Rank, shape_of
+from fcsd.model.config import ConnectivityConfig
+from fcsd.model.inspect.shipped import CONFIGS
+from fcsd.parallel.overlap.measure import from_trace
+from fcsd.planning.cost.measured import Times, write_times
 
 MODES = ("absent", "in line", "side stream")
 
