@@ -7,14 +7,16 @@ replace the stock ones. Each process that reads a config checks that they do: ot
 the stock class would load the same weights and serve a different model.
 """
 
+import importlib
 import os
 from typing import Any
 
 import transformers
 
-from fcsd_sglang.families import ALL, FAMILIES, REFUSED
+from fcsd_sglang.families import FAMILIES, ONLY_OURS, REFUSED, ROWS
 from fcsd_sglang.versions import EngineError, check_version, installed
 from fcsd_vllm.configs import make_config_class
+from fcsd_vllm.families import Family
 
 VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 PACKAGE = __name__.partition(".")[0]
@@ -38,12 +40,43 @@ def check_server() -> None:
     check_package(os.environ.get(VARIABLE))
 
 
+def _base(family: Family) -> Any:
+    """Return SGLang's own config class of a family; None if it has none."""
+    module = ROWS[family.model_type].config
+    if not module:
+        return None
+    return getattr(
+        importlib.import_module(f"sglang.srt.configs.{module}"), family.config
+    )
+
+
 CLASSES: dict[str, Any] = {
     family.farskip_type: make_config_class(
-        family, module=__name__, base_architecture=True, check=check_server
+        family,
+        base=_base(family),
+        module=__name__,
+        base_architecture=True,
+        check=check_server,
     )
     for family in FAMILIES.values()
 }
+
+
+def _reading_both(family: Family) -> Any:
+    """Return a class of SGLang's own that also reads a converted checkpoint.
+
+    SGLang reads a file a second time, with the class that it has for the `model_type`
+    of the config that it got.
+    """
+    stock: Any = _base(family)
+    ours = CLASSES[family.farskip_type]
+
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        is_ours = config_dict.get("model_type") == family.farskip_type
+        return (ours if is_ours else stock).from_dict(config_dict, **kwargs)
+
+    space = {"from_dict": classmethod(from_dict), "__module__": __name__}
+    return type(stock.__name__, (stock,), space)
 
 
 def _refusing(model_type: str, sentence: str) -> Any:
@@ -63,8 +96,8 @@ def _refusing(model_type: str, sentence: str) -> Any:
 
 
 for _name, _sentence in REFUSED.items():
-    for _type in (_name, ALL[_name].farskip_type):
-        CLASSES[_type] = _refusing(_type, _sentence)
+    for _type in (f"farskip_{_name}", *([_name] if _name in ONLY_OURS else ())):
+        CLASSES[_type] = _refusing(_type, f"fcsd-serving: {_name}: {_sentence}")
 for _family in FAMILIES.values():
     _made = CLASSES[_family.farskip_type]
     globals()[_made.__name__] = _made  # pickle looks for it here
@@ -74,3 +107,8 @@ def register_all() -> None:
     """Register every config class."""
     for model_type, made in CLASSES.items():
         transformers.AutoConfig.register(model_type, made, exist_ok=True)
+    own = [name for name in FAMILIES if ROWS[name].config]
+    from sglang.srt.utils.hf_transformers import common
+
+    for name in own:
+        common._CONFIG_REGISTRY[name] = _reading_both(FAMILIES[name])

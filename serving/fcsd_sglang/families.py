@@ -2,35 +2,153 @@
 Standard library only.
 """
 
+from dataclasses import dataclass
+
 from fcsd_vllm.families import FAMILIES as ALL
 from fcsd_vllm.families import Family
 
-FAMILIES: dict[str, Family] = {
-    name: ALL[name] for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
+
+@dataclass(frozen=True)
+class Row:
+    """How SGLang's model file of a family differs from others; what it has in common
+    with vLLM's stands in `Family`.
+    """
+
+    module: str
+    """Module below `sglang.srt.models` with the stock class of the architecture."""
+    loop: str = "boundary"
+    """What passes between layers: the engine's residual stream with boundaries that
+    sum (`boundary`), hidden states and residual as in vLLM (`pair`), or the stream
+    itself (`stream`)."""
+    gives_pair: bool = False
+    """Whether layers return a second value that the next one does not need."""
+    attention: tuple[str, ...] = ("self_attn",)
+    """Attributes of a layer that compute its attention, modules or methods; each layer
+    of a hybrid model has one of them."""
+    routed: str = "forward_normal"
+    """Method of a MoE block that gives the routed output once shared experts are taken
+    out; of a tuple the last."""
+    shared: str = "shared_experts"
+    """Attribute of a MoE block that holds its shared experts; for those of the layer
+    see `Family`."""
+    ranks: str = ""
+    """Attribute of a MoE block: over how many ranks it sums its output itself."""
+    config: str = ""
+    """Module below `sglang.srt.configs` with the class that SGLang reads instead of the
+    one of transformers."""
+    requires: tuple[tuple[str, object, str], ...] = ()
+    """(config field, the one value that SGLang computes rightly, what it does with
+    others)."""
+
+
+ROWS: dict[str, Row] = {
+    "qwen3_moe": Row("qwen3_moe"),
+    "qwen2_moe": Row(
+        "qwen2_moe", routed="_forward_router_experts", shared="shared_expert"
+    ),
+    "qwen3_next": Row(
+        "qwen3_next",
+        attention=("self_attention", "linear_attn"),
+        routed="_forward_router_experts",
+        shared="shared_expert",
+        config="qwen3_next",
+        requires=(
+            ("mlp_only_layers", [], "SGLang makes every layer an MoE layer"),
+            ("decoder_sparse_step", 1, "SGLang makes every layer an MoE layer"),
+        ),
+    ),
+    "qwen3_5_moe_text": Row(
+        "qwen3_5_text",
+        attention=("self_attention", "linear_attn"),
+        routed="_forward_router_experts",
+        shared="shared_expert",
+        config="qwen3_5",
+    ),
+    "qwen3_5_moe": Row(
+        "qwen3_5",
+        attention=("self_attention", "linear_attn"),
+        routed="_forward_router_experts",
+        shared="shared_expert",
+        config="qwen3_5",
+    ),
+    "mixtral": Row("mixtral", routed="forward"),
+    "olmoe": Row("olmoe", loop="pair", routed="forward"),
+    # The second value has the indices of sparse attention, although these have none.
+    "deepseek_v2": Row("deepseek_v2", gives_pair=True),
+    "deepseek_v3": Row("deepseek_v2", gives_pair=True),
+    "glm4_moe": Row("glm4_moe"),
+    "gpt_oss": Row("gpt_oss"),
+    "ernie4_5_moe": Row(
+        "ernie4",
+        loop="pair",
+        ranks="tp_size",
+        requires=(("use_bias", False, "SGLang leaves out most of its biases"),),
+    ),
+    "minimax_m2": Row("minimax_m2"),
+    "granitemoe": Row("granitemoe", loop="stream", routed="forward"),
+    "granitemoeshared": Row("granitemoe", loop="stream", routed="forward"),
+    "lfm2_moe": Row(
+        "lfm2_moe",
+        loop="stream",
+        gives_pair=True,
+        attention=("self_attn", "conv"),
+        routed="forward",
+    ),
 }
 """Model type of the base -> row."""
 
-MODULES = {
-    "qwen3_moe": "qwen3_moe",
-    "deepseek_v2": "deepseek_v2",
-    "deepseek_v3": "deepseek_v2",
-    "glm4_moe": "glm4_moe",
-}
-"""Model type of the base -> module below `sglang.srt.models` with the stock class of
-the architecture.
-"""
+FAMILIES: dict[str, Family] = {name: ALL[name] for name in ROWS}
+"""Model type of the base -> names that it shares with vLLM."""
 
-GIVES_PAIR = ("deepseek_v2", "deepseek_v3")
-"""Families whose layers return (hidden_states, indices of sparse attention), although
-these have no such indices.
-"""
+ONLY_OURS = tuple(name for name, family in ALL.items() if family.like)
+"""Families that SGLang and transformers do not know, so that their regular checkpoints
+come to the plugin, too."""
 
-REFUSED = {
+_WITHOUT_OVERLAP = "; serve it without overlap, with --model-impl transformers"
+REFUSED: dict[str, str] = {
     "instella_moe": (
-        "fcsd-serving: instella_moe: SGLang does not support its attention gate; serve"
+        "SGLang does not support its attention gate; serve"
         " it with vLLM and this plugin, or with AMD's fork of SGLang"
         " (github.com/AMD-AGI/FarSkip-Collective), which loads AMD's checkpoints and"
         " those of `fcsd convert --format amd`"
-    )
+    ),
+    "llama4_text": (
+        "SGLang's loader of Llama4ForCausalLM skips the packed experts"
+        " (`experts.gate_up_proj`) of such a checkpoint, and only logs it; serve it with"
+        " vLLM"
+    ),
+    "llama4": (
+        "outside CUDA, SGLang rounds its queries and keys to bfloat16, so that its"
+        " tokens cannot be compared with those of the converted model on CPUs; serve it"
+        " with vLLM"
+    ),
+    "granitemoehybrid": (
+        "its Mamba layers are run by SGLang's attention backend, in Triton kernels for"
+        " GPUs, and are no modules whose sums could be delayed; serve it with vLLM"
+    ),
+    "gemma4_text": (
+        "a norm follows each of its sums, which SGLang's layer ends itself inside the"
+        " feed-forward stage; serve it with vLLM"
+    ),
+    "gemma4": (
+        "a norm follows each of its sums, which SGLang's layer ends itself inside the"
+        " feed-forward stage; serve it with vLLM"
+    ),
+    "deepseek_v32": (
+        "SGLang runs sparse attention on GPUs only, and passes its indices from layer to"
+        " layer beside the stream" + _WITHOUT_OVERLAP
+    ),
+    "glm_moe_dsa": (
+        "SGLang runs sparse attention on GPUs only, and passes its indices from layer to"
+        " layer beside the stream" + _WITHOUT_OVERLAP
+    ),
+    "deepseek_v4": (
+        "SGLang mixes its residual streams in kernels for GPUs that also end the sums"
+        + _WITHOUT_OVERLAP
+    ),
+    "nemotron_h": (
+        "each layer is one branch, and SGLang runs its Mamba layers on GPUs only"
+        + _WITHOUT_OVERLAP
+    ),
 }
-"""Family that is not served -> the message about it."""
+"""Family that is not served with overlap -> why, and what serves it."""

@@ -12,7 +12,7 @@ import functools
 import importlib
 from typing import Any
 
-from fcsd_sglang.families import ALL, FAMILIES, MODULES, REFUSED
+from fcsd_sglang.families import ALL, FAMILIES, ONLY_OURS, REFUSED, ROWS
 from fcsd_sglang.versions import EngineError, check_version, installed
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import read_field
@@ -21,7 +21,7 @@ from fcsd_vllm.field import read_field
 def make_model_class(family: Family) -> Any:
     """Return the class of a family that serves regular and FarSkip checkpoints."""
     stock: Any = getattr(
-        importlib.import_module(f"sglang.srt.models.{MODULES[family.model_type]}"),
+        importlib.import_module(f"sglang.srt.models.{ROWS[family.model_type].module}"),
         family.causal_lm,
     )
 
@@ -56,26 +56,30 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
     from fcsd_sglang.communication import make
-    from fcsd_sglang.refusals import check_arguments
+    from fcsd_sglang.refusals import check_arguments, check_fields
     from fcsd_sglang.rewire import rewire
     from fcsd_sglang.settings import settings
     from fcsd_vllm.settings import shown
     from fcsd_vllm.weights import check_weights
 
+    row = ROWS[family.model_type]
+    text = config.text_config if family.text_config else config
     check_arguments(resolving_view(get_server_args()), family.architecture)
+    check_fields(text, row, family.architecture)
     check_weights(get_server_args().model_path)
     chosen = settings()
     communication = make(chosen, get_parallel().tp_group)
     rewired = rewire(
         model.model,
         family,
-        read_field(config.farskip, config.num_hidden_layers),
+        row,
+        read_field(config.farskip, text.num_hidden_layers),
         communication,
     )
     logging.getLogger("sglang.fcsd").info(
         "FarSkip: rewired %d of %d layers of %s, all-reduces %s, SGLang %s",
         len(rewired),
-        config.num_hidden_layers,
+        text.num_hidden_layers,
         family.causal_lm,
         shown(chosen),
         installed(),
@@ -86,13 +90,29 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
 def classes() -> list[Any]:
     """Return the class of each family, for SGLang's registry."""
     check_version(installed())
-    from fcsd_sglang.cpu_experts import skip_absent_experts
+    from fcsd_sglang.cpu_experts import repair_native_experts
 
-    skip_absent_experts()
+    repair_native_experts()
     refusing = [
-        _refusing(ALL[name].causal_lm, sentence) for name, sentence in REFUSED.items()
+        _refusing(ALL[name].causal_lm, f"fcsd-serving: {name}: {sentence}")
+        for name, sentence in REFUSED.items()
+        if name in ONLY_OURS
     ]
-    return [make_model_class(family) for family in FAMILIES.values()] + refusing
+    return [_class_of(family) for family in FAMILIES.values()] + refusing
+
+
+def _class_of(family: Family) -> Any:
+    """Return `make_model_class`'s, or a class that raises with the reason why SGLang's own
+    cannot be imported here.
+    """
+    try:
+        return make_model_class(family)
+    except Exception as error:  # of any kind: it belongs to one family's file
+        return _refusing(
+            family.causal_lm,
+            f"fcsd-serving: {family.model_type}: SGLang's own model cannot be imported"
+            f" here: {type(error).__name__}: {error}",
+        )
 
 
 def _refusing(architecture: str, sentence: str) -> Any:
@@ -110,4 +130,10 @@ def __getattr__(name: str) -> Any:
     """Create the classes when SGLang asks for them."""
     if name != "EntryClass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return classes()
+    try:
+        return classes()
+    except AttributeError as error:
+        # SGLang would take the module for one without classes, and run stock models.
+        raise EngineError(
+            f"fcsd-serving: no model class can be made: {error}"
+        ) from error

@@ -2,9 +2,11 @@
 loaded. Standard library only.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+from fcsd_sglang.families import Row
 from fcsd_vllm.refusals import Refused
 
 ARGUMENTS: list[str] = ["moe_a2a_backend", "speculative_algorithm"]
@@ -103,3 +105,15 @@ def check_arguments(arguments: Any, architecture: str) -> None:
     for applies, sentence in _RULES:
         if applies(arguments):
             raise Refused(f"fcsd-serving: {architecture}: {sentence}")
+
+
+def check_fields(config: Any, row: Row, architecture: str) -> None:
+    """Raise Refused for the first config field whose value SGLang computes wrongly."""
+    for name, value, sentence in row.requires:
+        given = getattr(config, name, value)
+        if given != value:
+            raise Refused(
+                f"fcsd-serving: {architecture}: config.json has {name}:"
+                f" {json.dumps(given)}, but {sentence}; serve it without overlap, with"
+                " --model-impl transformers"
+            )

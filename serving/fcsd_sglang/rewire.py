@@ -1,14 +1,16 @@
 """Rewire the layers of an SGLang model before its weights are loaded: loaders, kernels
 and caches see the stock model.
 
-A stock layer passes its unsummed output to a boundary, which sums it before the next
-layer. The first rewired layer of a run starts at the boundary of its attention, which
-completes the previous layer's sums. Within the run, layers keep their sums in flight.
-The last layer returns a pair (stream, complete update), as at a pipeline boundary.
+In most model files, a stock layer passes its unsummed output to a boundary, which sums
+it before the next layer. The first rewired layer of a run starts at the boundary of its
+attention, which completes the previous layer's sums. Within the run, layers keep their
+sums in flight. The last layer returns a pair (stream, complete update), as at a pipeline
+boundary. In other files, layers sum themselves and pass the pair (update, stream), or
+the stream; see `Row.loop`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import cpu_has_amx_support, is_cpu
 from torch import nn
 
-from fcsd_sglang.families import GIVES_PAIR
+from fcsd_sglang.families import Row
 from fcsd_vllm.communication import Communication
 from fcsd_vllm.families import Family
 from fcsd_vllm.field import Field
@@ -39,7 +41,7 @@ class InFlight(NamedTuple):
 
 
 def rewire(
-    stack: Any, family: Family, field: Field, communication: Communication
+    stack: Any, family: Family, row: Row, field: Field, communication: Communication
 ) -> list[int]:
     """Rewire the selected layers that this rank holds, in place.
 
@@ -54,105 +56,134 @@ def rewire(
         Refused: the schedule cannot express a layer.
     """
     layers: list[Any] = list(stack.layers)
-    here = [hasattr(layer, "self_attn") for layer in layers]
-    is_moe = [bool(getattr(layer, "is_layer_sparse", False)) for layer in layers]
+    mixers = [
+        next((name for name in row.attention if hasattr(layer, name)), None)
+        for layer in layers
+    ]
+    here = [mixer is not None for mixer in mixers]
+    is_moe = [hasattr(getattr(layer, family.moe, None), "experts") for layer in layers]
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
         layer = layers[k]
         schedule = Schedule(
             **place(field, k, here, is_moe),
             layer=layer,
-            norms=(layer.input_layernorm, layer.post_attention_layernorm),
-            factor=1.0,
-            block=layer.mlp,
+            norms=tuple(getattr(layer, name) for name in family.norms),
+            factor=getattr(layer, family.factor) if family.factor else 1.0,
+            block=getattr(layer, family.moe),
             shared=None,
             communication=communication,
         )
-        _take_apart(schedule)
+        _take_apart(schedule, str(mixers[k]), family, row)
         layer.farskip_schedule = schedule
-        layer.forward = _make_forward(
-            schedule, gives_pair=family.model_type in GIVES_PAIR
-        )
+        layer.forward = _make_forward(schedule, str(mixers[k]), row)
     return rewired
 
 
-def _take_apart(schedule: Schedule) -> None:
+def _take_apart(schedule: Schedule, mixer: str, family: Family, row: Row) -> None:
     """Make attention, block and shared experts of a layer return this rank's part of
     their sums.
     """
     layer, where = schedule.layer, f"layer {schedule.index}"
     block: Any = schedule.block
-    parts: list[Any] = [layer.self_attn]
-    if getattr(layer.self_attn, "use_dsa", False):
+    attention: Any = getattr(layer, mixer)
+    if getattr(attention, "use_dsa", False):
         raise Refused(
             f"{where}: sparse attention passes indices from layer to layer; serve with"
             " vLLM"
         )
+    # A layer whose attention is a method holds its projections.
+    is_module = isinstance(attention, nn.Module)
+    _make_partial(
+        attention.modules() if is_module else layer.children(), f"{where}: attention"
+    )
     if schedule.dense:
-        parts.append(block)
+        _make_partial(block.modules(), f"{where}: its MLP")
+        return
+    if getattr(block, "num_fused_shared_experts", 0):
+        raise Refused(
+            f"{where}: shared experts are fused with the routed ones; use"
+            " --disable-shared-experts-fusion"
+        )
+    if getattr(block, "_fuse_shared_experts_inside_sbo", False):
+        raise Refused(
+            f"{where}: shared experts run inside single-batch overlap; leave it off"
+        )
+    block.experts.reduce_results = False
+    if row.ranks:
+        setattr(block, row.ranks, 1)
+    in_layer = bool(family.shared)
+    shared: Any = getattr(
+        layer if in_layer else block, family.shared or row.shared, None
+    )
+    if shared is not None:
+        if hasattr(block, "forward_cpu") and is_cpu() and cpu_has_amx_support():
+            raise Refused(
+                f"{where}: SGLang's AMX kernels add shared to routed experts; serve"
+                " with vLLM"
+            )
+        _make_partial(shared.modules(), f"{where}: its shared experts")
+        schedule.shared = shared if in_layer else _take_shared(block, shared)
+    schedule.block = _routed(block, row, clones=shared is not None)
+
+
+def _take_shared(block: Any, shared: Any) -> Any:
+    """Return the function of a block's shared experts, which the block then leaves out."""
+    if hasattr(block, "_forward_shared_experts"):  # with their gate
+        compute = block._forward_shared_experts
+        block._forward_shared_experts = _nothing
     else:
-        if getattr(block, "num_fused_shared_experts", 0):
-            raise Refused(
-                f"{where}: shared experts are fused with the routed ones; use"
-                " --disable-shared-experts-fusion"
-            )
-        if getattr(block, "_fuse_shared_experts_inside_sbo", False):
-            raise Refused(
-                f"{where}: shared experts run inside single-batch overlap; leave it off"
-            )
-        schedule.block = _routed(block)
-        if getattr(block, "shared_experts", None) is not None:
-            if hasattr(block, "forward_cpu") and is_cpu() and cpu_has_amx_support():
-                raise Refused(
-                    f"{where}: SGLang's AMX kernels add shared to routed experts;"
-                    " serve with vLLM"
-                )
-            parts.append(block.shared_experts)
-            schedule.shared = block._forward_shared_experts
-            block._forward_shared_experts = _nothing
-    for part in parts:
-        _check_partial(part, where)
+        compute = shared.forward
+        shared.forward = _nothing
+    return compute
 
 
-def _routed(block: Any) -> Any:
+def _routed(block: Any, row: Row, clones: bool) -> Any:
     """Return the function of a block's routed experts.
 
     The block's `forward` may add shared experts on another stream. SGLang's kernels
     write into their input, which the shared experts of `mlp: full` read later.
     """
-    if getattr(block, "shared_experts", None) is None:
-        return block.forward_normal
-    return lambda hidden_states: block.forward_normal(hidden_states.clone())
+    method = getattr(block, row.routed)
+
+    def routed(hidden_states: torch.Tensor) -> Any:
+        out = method(hidden_states.clone() if clones else hidden_states)
+        return out[-1] if isinstance(out, tuple) else out
+
+    return routed
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Replace the shared experts of a block, which are computed apart from it."""
 
 
-def _check_partial(part: nn.Module, where: str) -> None:
-    """Raise Refused unless every rank of the group contributes a part of the sum."""
-    rows = [
-        module for module in part.modules() if isinstance(module, RowParallelLinear)
-    ]
+def _make_partial(modules: Iterable[nn.Module], what: str) -> None:
+    """Make modules return this rank's part of their sum; raise Refused unless every rank
+    of the group contributes one.
+    """
+    rows = [module for module in modules if isinstance(module, RowParallelLinear)]
     ranks = get_parallel().tp_size
     if (
         len(rows) != 1
-        or rows[0].reduce_results
+        or rows[0].use_decode_attn_tp
         or rows[0].input_size != rows[0].input_size_per_partition * ranks
     ):
         raise Refused(
-            f"{where}: {type(part).__name__} is not summed over all {ranks} ranks;"
-            " leave off options that replicate or regroup projections"
+            f"{what} cannot be summed once over all {ranks} ranks; leave off options"
+            " that replicate or regroup projections"
         )
+    rows[0].reduce_results = False
 
 
-def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
+def _make_forward(schedule: Schedule, mixer: str, row: Row) -> Callable[..., Any]:
     """Return the forward of a rewired layer, called as SGLang's loop calls the stock one."""
     layer: Any = schedule.layer
     names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
-    takes = set(inspect.signature(type(layer.self_attn).forward).parameters) & set(
-        names
-    ) - {"hidden_states"}
+    attention: Any = getattr(layer, mixer)
+    if isinstance(attention, nn.Module):
+        attention = attention.forward
+    takes = set(inspect.signature(attention).parameters) - {"hidden_states"}
+    enter, leave = _LOOPS[row.loop]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -164,34 +195,30 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
                 f"layer {schedule.index}: SGLang reads the stream after this layer,"
                 " where FarSkip has sums in flight"
             )
-        batch = arguments["forward_batch"]
-        base, routed, read = _enter(schedule, arguments["hidden_states"], batch)
-        attention = layer.self_attn(
+        base, routed, read = enter(schedule, arguments)
+        attended = getattr(layer, mixer)(
             hidden_states=read,
             **{name: arguments[name] for name in takes if name in arguments},
         )
         get_attn_tp_context().clear_attn_inputs()
-        outputs = schedule.after_attention(attention, base, routed)
+        outputs = schedule.after_attention(schedule.scaled(attended), base, routed)
         if schedule.carries and not schedule.ends_stage:
             out: Any = InFlight(*outputs)
-        else:
-            stream, update = (
-                schedule.finished(*outputs) if schedule.carries else outputs
-            )
-            boundary = stream_of(batch)
-            boundary.write(stream)
-            out = boundary.record(update, PLAIN_ADD)
-        return (out, None) if gives_pair else out
+            return (out, None) if row.gives_pair or row.loop == "pair" else out
+        stream, update = schedule.finished(*outputs) if schedule.carries else outputs
+        out = leave(stream, update, arguments["forward_batch"])
+        return (out, None) if row.gives_pair else out
 
     return forward
 
 
-def _enter(
-    schedule: Schedule, hidden_states: Any, batch: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return the stream that attention reads, the part that it does not read, and the
-    stream after the norm.
-    """
+_Entered = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""The stream that attention reads, the part that it does not read, and the stream after
+the norm."""
+
+
+def _enter_boundary(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
+    hidden_states, batch = arguments["hidden_states"], arguments["forward_batch"]
     boundary: Any = schedule.layer.attn_boundary
     if not schedule.receives:
         read = boundary.prepare(hidden_states, batch)
@@ -200,11 +227,54 @@ def _enter(
         routed, base = stream_of(batch).export(hidden_states)
         read = schedule.norms[0](base)
     else:
-        routed = hidden_states.routed
-        base, read = schedule.attention_input(
-            hidden_states.stream, hidden_states.flight
-        )
+        base, routed, read = _received(schedule, hidden_states)
     entry = boundary.entry(batch)
     if entry.attn_input_adapter is not None:  # MLA reads its input from there
         read = entry.attn_input_adapter(read, batch, boundary.plan.qkv_latent_func)
     return base, routed, read
+
+
+def _leave_boundary(stream: torch.Tensor, update: torch.Tensor, batch: Any) -> Any:
+    boundary = stream_of(batch)
+    boundary.write(stream)
+    return boundary.record(update, PLAIN_ADD)
+
+
+def _enter_pair(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
+    hidden_states, residual = arguments["hidden_states"], arguments["residual"]
+    if schedule.receives:
+        return _received(schedule, hidden_states)
+    if residual is None:
+        return _enter_stream(schedule, arguments)
+    read, base = schedule.norms[0](hidden_states, residual)
+    return base, None, read
+
+
+def _leave_pair(stream: torch.Tensor, update: torch.Tensor, batch: Any) -> Any:
+    return update, stream
+
+
+def _enter_stream(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
+    hidden_states = arguments["hidden_states"]
+    if schedule.receives:
+        return _received(schedule, hidden_states)
+    return hidden_states, None, schedule.norms[0](hidden_states)
+
+
+def _leave_stream(stream: torch.Tensor, update: torch.Tensor, batch: Any) -> Any:
+    return stream + update
+
+
+def _received(schedule: Schedule, before: InFlight) -> _Entered:
+    """Return what the rewired layer before has passed on."""
+    base, read = schedule.attention_input(before.stream, before.flight)
+    return base, before.routed, read
+
+
+_LOOPS: dict[str, tuple[Callable[..., _Entered], Callable[..., Any]]] = {
+    "boundary": (_enter_boundary, _leave_boundary),
+    "pair": (_enter_pair, _leave_pair),
+    "stream": (_enter_stream, _leave_stream),
+}
+"""`Row.loop` -> how a layer reads what it is called with, and what it returns at the end
+of a run."""

@@ -52,6 +52,7 @@ def check_class(config: Any, family: Family, architecture: str) -> None:
 def make_config_class(
     family: Family,
     *,
+    base: Any = None,
     module: str = __name__,
     base_architecture: bool = False,
     regular: bool = False,
@@ -60,6 +61,8 @@ def make_config_class(
     """Return the config class of a family, as `AutoConfig` is to know it.
 
     Args:
+        base: the class that the engine reads regular checkpoints with; None: that of
+            transformers.
         module: the module in which pickle finds the class by name.
         base_architecture: whether instances also carry the base's `architectures`.
         regular: return the config class of the base, which transformers lacks, instead
@@ -68,7 +71,8 @@ def make_config_class(
     """
     import transformers
 
-    base: Any = getattr(transformers, family.config)
+    is_own = base is not None
+    base = base or getattr(transformers, family.config)
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if check is not None:
@@ -80,7 +84,10 @@ def make_config_class(
             for name, value in family.defaults
             if config_dict.get(name) is None
         }
-        made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
+        given = {**config_dict, **unset}
+        if is_own:
+            given = _with_rope(given)
+        made = super(new, cls).from_dict(given, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         if not regular:
             config.farskip = config_dict["farskip"]
@@ -89,18 +96,40 @@ def make_config_class(
         config.__dict__["model_type"] = family.stock_type
         return made
 
+    def __init__(self: Any, **kwargs: Any) -> None:
+        # Else transformers would make one that skips those of SGLang's classes.
+        super(new, self).__init__(**kwargs)
+
     name = family.farskip_config.removeprefix("FarSkip" if regular else "")
     new: Any = type(
         name,
         (base,),
         {
             **({"gated_attention": True} if family.like else {}),
+            **({"__init__": __init__} if is_own else {}),
             "model_type": family.model_type if regular else family.farskip_type,
             "from_dict": classmethod(from_dict),
             "__module__": module,
         },
     )
     return new
+
+
+def _with_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config, and of its text config, with what transformers
+    writes in `rope_parameters` also where older classes look.
+    """
+    rope = fields.get("rope_parameters") or {}
+    text = fields.get("text_config")
+    return {
+        **{
+            name: rope[name]
+            for name in ("rope_theta", "partial_rotary_factor")
+            if name in rope
+        },
+        **fields,
+        **({"text_config": _with_rope(text)} if isinstance(text, dict) else {}),
+    }
 
 
 def __getattr__(name: str) -> Any:

@@ -165,7 +165,11 @@ _ROWS = (
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",
         moe="block_sparse_moe",
-        defaults=(("scoring_func", "sigmoid"), ("use_routing_bias", True)),
+        defaults=(
+            ("scoring_func", "sigmoid"),
+            ("use_routing_bias", True),
+            ("use_qk_norm", True),  # without it, SGLang leaves out these norms
+        ),
     ),
     Family(
         "granitemoe",

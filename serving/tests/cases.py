@@ -3,6 +3,12 @@ Python makes the checkpoints, the engine's reads them.
 """
 
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fcsd_sglang.families import FAMILIES as IN_SGLANG
 
 BREADTH = bool(os.environ.get("FCSD_SERVING_BREADTH"))
 """Whether every connectivity of every family is made and run."""
@@ -38,3 +44,12 @@ WRAPPERS = ("qwen3_5_moe", "gemma4")
 """Those of them whose layers are those of another one, and run on one rank only."""
 LAYERS = ("all", "half", "gap")
 FULL = ("attention_full", "mlp_full")
+IN_SGLANG_CASES = [
+    *(
+        f"{family}-{connectivity}"
+        for family in IN_SGLANG
+        for connectivity in ("original", *LAYERS, *FULL)
+    ),
+    *(f"{family}-mixed" for family in ("deepseek_v2", "glm4_moe")),
+]
+"""The checkpoints of `make test-sglang`."""

@@ -1,7 +1,7 @@
 """Write tiny checkpoints and what fcsd computes on them; run by fcsd's Python, which
 has no serving engine.
 
-    python serving/tests/make_models.py FOLDER [CASE …]
+    python serving/tests/make_models.py FOLDER [sglang | CASE …]
 
 FOLDER/CASE is a checkpoint made by `convert_checkpoint` from a model whose every
 parameter is random; beside its files lies `reference.npz`: prompts, the 16 ids that
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import BREADTH, FEW
+from cases import BREADTH, FEW, IN_SGLANG_CASES
 from safetensors.torch import load_file, save_file
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
@@ -81,6 +81,7 @@ _QWEN3_5 = {
     **_EXPERTS,
     "shared_expert_intermediate_size": 128,
     "layer_types": ["full_attention"] * 4,  # as in qwen3_next
+    "full_attention_interval": 1,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -150,8 +151,10 @@ SIZES: dict[str, dict[str, Any]] = {
         **_HEADS,
         **_EXPERTS,
         "shared_expert_intermediate_size": 128,
-        # the engine's linear attention on CPUs has no float32
+        # the engines' linear attention on CPUs has no float32
         "layer_types": ["full_attention"] * 4,
+        "full_attention_interval": 1,  # where SGLang looks
+        "mlp_only_layers": [],  # as in the real model; SGLang ignores others
     },
 }
 
@@ -192,8 +195,11 @@ CASES |= {case: CASES[source] for case, source in PUBLISHED.items()}
 dense layer, which is selected in `all` and in `gap`."""
 
 
-def make(case: str, folder: Path) -> None:
-    """Write one checkpoint with its reference, and the original's where it is missing."""
+def make(case: str, folder: Path, *, ranks: bool = True) -> None:
+    """Write one checkpoint with its reference, and the original's where it is missing.
+
+    ranks: also with the prompts of data-parallel ranks, where tests need them.
+    """
     if case in VARIANTS:
         make(BASE, folder)
         if not (folder / case / "reference.npz").exists():
@@ -210,7 +216,7 @@ def make(case: str, folder: Path) -> None:
         convert_checkpoint(original, folder / case, connectivity)
     wanted = {"reference.npz": PROMPT_TOKENS}
     whole = case.endswith(("-all", "-original")) and (BREADTH or family not in FEW)
-    if family in DATA_PARALLEL or whole:
+    if ranks and (family in DATA_PARALLEL or whole):
         wanted["data_parallel.npz"] = DATA_PARALLEL_TOKENS
     for name, lengths in wanted.items():
         if not (folder / case / name).exists():
@@ -381,6 +387,7 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or wanted_cases():
-        make(name, target)
+    in_sglang = sys.argv[2:] == ["sglang"]
+    for name in IN_SGLANG_CASES if in_sglang else sys.argv[2:] or wanted_cases():
+        make(name, target, ranks=not in_sglang)
         print(name, flush=True)

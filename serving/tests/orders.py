@@ -87,11 +87,11 @@ shared 3 | experts 3 | start routed.3 | wait routed.3
 
 OF_FAMILY = {
     **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe"), PLAIN),
-    **dict.fromkeys(("qwen2_moe", "llama4_text", "llama4"), SHARED),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "llama4_text", "llama4"), SHARED),
     **dict.fromkeys(("granitemoeshared", "granitemoehybrid"), SHARED),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe"), SHARED),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "instella_moe"),
+        ("deepseek_v2", "deepseek_v3", "glm4_moe", "instella_moe"),
         DENSE_FIRST,
     ),
     "ernie4_5_moe": DENSE_FIRST,

@@ -6,6 +6,8 @@ else of a layer is SGLang's: norms, experts, shared experts, boundaries, and wha
 fcsd_sglang makes of them; and prompts need no cache.
 """
 
+import inspect
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +36,19 @@ def start(rank: int = 0, ranks: int = 1, experts: int = 1, port: int = 29531) ->
     import fcsd_sglang
 
     fcsd_sglang.register()
+    from sglang.srt.models import qwen2_moe
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
     PLACE.update(rank=rank, ranks=ranks, experts=experts, port=port)
+
+
+def _add_gated(hidden_states: Any, gate: Any, shared: Any, out: torch.Tensor) -> None:
+    """Stand in for the Triton kernel that adds shared experts in regular layers."""
+    out += (hidden_states @ gate).sigmoid()[:, None] * shared
+
+
+_BACKENDS = {"GptOssForCausalLM": "triton"}
+"""Attention of a family that SGLang would not start with torch's; neither is called."""
 
 
 def _publish(folder: Path) -> Any:
@@ -43,11 +57,13 @@ def _publish(folder: Path) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
+    config = json.loads((folder / "config.json").read_text())
+    architecture = config["architectures"][0].removeprefix("FarSkip")
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",
         dtype="float32",
-        attention_backend="torch_native",
+        attention_backend=_BACKENDS.get(architecture, "torch_native"),
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_radix_cache=True,
@@ -78,34 +94,71 @@ def load(folder: Path, original: Path) -> Any:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import get_model
     from sglang.srt.runtime_context import get_parallel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     model = get_model(
         model_config=_publish(folder),
         load_config=LoadConfig(),
         device_config=DeviceConfig("cpu", gpu_id=0),
     )
-    base = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).model
+    wrapped = "text_config" in json.loads((original / "config.json").read_text())
+    auto: Any = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    base = auto.from_pretrained(original, dtype=torch.float32).model
+    base = base.language_model if wrapped else base
     ranks = get_parallel().tp_size
-    for layer, other in zip(model.model.layers, base.layers, strict=True):
+    for k, layer in enumerate(model.model.layers):
+        owner, name = mixer(layer)
+        names = list(inspect.signature(getattr(owner, name)).parameters)
 
         def attention(
-            hidden_states: Any,
-            positions: Any,
-            *,
-            of: Any = other.self_attn,
-            **rest: Any,
+            *given: Any, k: int = k, names: list[str] = names, **named: Any
         ) -> Any:
-            angles = base.rotary_emb(hidden_states[None], positions[None])
-            out = of(
-                hidden_states=hidden_states[None],
-                position_embeddings=angles,
-                attention_mask=None,
-            )
-            return out[0][0] / ranks  # this rank's part of the sum
+            arguments = {**dict(zip(names, given, strict=False)), **named}
+            read, positions = arguments["hidden_states"], arguments.get("positions")
+            # this rank's part of the sum
+            return _attend(base, k, read[None], positions)[0] / ranks
 
-        layer.self_attn.forward = attention
+        setattr(owner, name, attention)
     return model
+
+
+def mixer(layer: Any) -> tuple[Any, str]:
+    """Return what has a layer's attention as a function, and under which name."""
+    from fcsd_sglang.families import ROWS
+
+    names = {name for row in ROWS.values() for name in row.attention}
+    (name,) = (name for name in sorted(names) if hasattr(layer, name))
+    attention = getattr(layer, name)
+    return (
+        (attention, "forward")
+        if isinstance(attention, torch.nn.Module)
+        else (layer, name)
+    )
+
+
+def _attend(base: Any, k: int, hidden_states: Any, positions: Any) -> Any:
+    """Return the output of attention in layer k of transformers, for one whole prompt."""
+    from transformers import masking_utils
+
+    attention = next(
+        module
+        for name in ("self_attn", "linear_attn", "conv")
+        if (module := getattr(base.layers[k], name, None)) is not None
+    )
+    if positions is None:
+        return attention(hidden_states)
+    kinds = getattr(base.config, "layer_types", None)
+    mask: Any = masking_utils.create_causal_mask
+    if kinds and kinds[k] == "sliding_attention":
+        mask = masking_utils.create_sliding_window_causal_mask
+    rotary = getattr(base, "rotary_emb", None) or base.pos_emb
+    return attention(
+        hidden_states=hidden_states,
+        position_embeddings=rotary(hidden_states, positions[None]),
+        attention_mask=mask(
+            base.config, hidden_states, None, None, position_ids=positions[None]
+        ),
+    )[0]
 
 
 @torch.no_grad()
@@ -123,6 +176,7 @@ def logprobs(model: Any, tokens: Any) -> torch.Tensor:
     )
     hidden = model.model(tokens, torch.arange(len(tokens)), batch)
     logits = hidden @ model.lm_head.weight.T
+    logits = logits / getattr(model.config, "logits_scaling", 1)
     if torch.distributed.get_world_size() > 1:
         parts = [
             torch.empty_like(logits) for _ in range(torch.distributed.get_world_size())
@@ -161,7 +215,8 @@ def record(model: Any) -> list[str]:
         return run
 
     for k, layer in enumerate(model.model.layers):
-        layer.self_attn.forward = said(f"attention {k}", layer.self_attn.forward)
+        owner, name = mixer(layer)
+        setattr(owner, name, said(f"attention {k}", getattr(owner, name)))
         schedule = getattr(layer, "farskip_schedule", None)
         if schedule is None:
             continue
@@ -205,7 +260,6 @@ def compare(models: Path, case: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":  # one of two ranks: RANK EXPERTS PORT MODELS CASE …
-    import json
     import sys
 
     start(int(sys.argv[1]), 2, int(sys.argv[2]), int(sys.argv[3]))

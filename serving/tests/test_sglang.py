@@ -13,8 +13,9 @@ from typing import Any
 
 import orders
 import pytest
+from cases import FULL, LAYERS
 
-from fcsd_sglang.families import FAMILIES
+from fcsd_sglang.families import FAMILIES, REFUSED
 from fcsd_sglang.refusals import ARGUMENTS, check_arguments
 from fcsd_sglang.versions import VERSION, EngineError, check_version
 
@@ -27,7 +28,6 @@ pytest.importorskip(
 
 BOUND = 1e-5
 """Nats between two implementations in float32."""
-CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 STUBS = Path(__file__).resolve().with_name("sglang_stubs")
 ENVIRONMENT = {
     **os.environ,
@@ -53,7 +53,7 @@ def stack() -> Iterator[Any]:
     sys.path.remove(str(STUBS))
 
 
-@pytest.mark.parametrize("connectivity", CONNECTIVITIES)
+@pytest.mark.parametrize("connectivity", (*LAYERS, *FULL))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_compute_what_fcsd_computes_in_the_order_that_hides_sums(
     family: str, connectivity: str, models: Path, stack: Any
@@ -92,9 +92,11 @@ def test_experts_that_write_into_their_input_spoil_nothing(
     assert stack.worst(model, models / case) < BOUND
 
 
-# transformers writes no moe_layer_freq for DeepSeek, which SGLang asks for; files of
-# real checkpoints have it.
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+# transformers does not write all fields that SGLang asks for, which files of real
+# checkpoints have: `Family.defaults`.
+@pytest.mark.parametrize(
+    "family", [name for name, family in FAMILIES.items() if not family.defaults]
+)
 def test_a_regular_checkpoint_stays_regular(
     family: str, models: Path, stack: Any
 ) -> None:
@@ -111,6 +113,9 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(
         "deepseek_v2-all",
         "deepseek_v3-gap",
         "glm4_moe-mlp_full",
+        "ernie4_5_moe-all",  # its blocks sum themselves
+        "granitemoeshared-all",
+        "qwen3_5_moe_text-gap",
     ]
     script = str(Path(__file__).with_name("sglang_stack.py"))
     ranks = [
@@ -130,7 +135,7 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     first, second = (
         [
             json.loads(line.partition(" ")[2])
@@ -201,6 +206,11 @@ def run_engine(
         ("qwen3_moe-all", {}),
         ("qwen3_moe-gap", {"tp_size": 2, "ep_size": 2}),
         ("glm4_moe-all", {"tp_size": 2}),
+        ("qwen2_moe-all", {}),
+        ("mixtral-all", {}),
+        ("olmoe-all", {}),
+        ("ernie4_5_moe-all", {}),
+        ("granitemoeshared-all", {}),
     ],
 )
 def test_the_engine_generates_what_load_model_generates(
@@ -272,6 +282,33 @@ def test_a_config_looks_like_the_base_and_keeps_its_field(
     assert config.farskip == CONFIG["farskip"]
 
 
+def test_what_transformers_writes_elsewhere_is_where_sglang_looks(
+    tmp_path: Path, stack: Any
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+
+    def read_of(family: str, **fields: Any) -> Any:
+        folder = tmp_path / family  # SGLang reads a folder once
+        folder.mkdir()
+        row = FAMILIES[family]
+        return read(
+            folder,
+            model_type=row.farskip_type,
+            architectures=[row.architecture],
+            **fields,
+        )
+
+    for config in (
+        read_of("qwen3_next", rope_parameters=rope),
+        read_of(
+            "qwen3_5_moe",
+            text_config={"num_hidden_layers": 4, "rope_parameters": rope},
+        ).text_config,
+    ):
+        assert (config.rope_theta, config.partial_rotary_factor) == (5e6, 0.5)
+    assert read_of("minimax_m2").use_qk_norm
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -312,6 +349,48 @@ def test_instella_is_refused_by_a_line_that_names_what_serves_it(
     )
     with pytest.raises(EngineError, match="serve it with vLLM and this plugin"):
         amds(config=None)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_is_not_served_is_refused_by_name(
+    family: str, tmp_path: Path, stack: Any
+) -> None:
+    with pytest.raises(EngineError, match=f"^fcsd-serving: {family}: "):
+        read(tmp_path, model_type=f"farskip_{family}")
+
+
+def test_only_the_family_whose_file_cannot_be_imported_is_refused(
+    stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd_sglang import models
+
+    stock = models.make_model_class
+
+    def failing(family: Any) -> Any:
+        if family.model_type == "mixtral":
+            raise AttributeError("no such kernel")
+        return stock(family)
+
+    monkeypatch.setattr(models, "make_model_class", failing)
+    models.classes.cache_clear()
+    made = {each.__name__: each for each in models.EntryClass}
+    models.classes.cache_clear()
+    assert made["Qwen3MoeForCausalLM"].__mro__[1].__module__.startswith("sglang.")
+    with pytest.raises(EngineError, match=r"mixtral: .*AttributeError: no such kernel"):
+        made["MixtralForCausalLM"](config=None)
+
+
+def test_no_class_at_all_is_an_error_that_sglang_does_not_skip(
+    stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd_sglang import models
+
+    def failing() -> Any:
+        raise AttributeError("no such module")
+
+    monkeypatch.setattr(models, "classes", failing)
+    with pytest.raises(EngineError, match="no model class can be made"):
+        hasattr(models, "EntryClass")
 
 
 def test_a_farskip_config_is_refused_in_another_version(

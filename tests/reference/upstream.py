@@ -30,6 +30,7 @@ from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.families import ALL_FAMILIES, FAMILIES, SERVED, Family
 from fcsd.model.families.refused import BROKEN, REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
+from tests.support import load_modules
 
 SNAPSHOTS = Path("tests/files/upstream")  # one for each release
 PAGE = Path("docs/families.md")
@@ -198,6 +199,7 @@ def families_lists() -> str:
     and the refused families.
     """
     families = dict(sorted(ALL_FAMILIES.items()))
+    in_sglang = load_modules("serving", "fcsd_sglang", ["families"])
     # A checkpoint of most families loads with older releases than fcsd supports.
     usual = f">={Family.since},<6"
     others = {
@@ -235,6 +237,7 @@ def families_lists() -> str:
             [name for name, row in families.items() if row.reference != "written"],
         ),
         _named("Served in vLLM with overlap ([serve](serve.md))", SERVED),
+        _named("Served in SGLang with overlap", sorted(in_sglang.families.ROWS)),
         "Not with every supported transformers:",
         "\n".join(_by_reason(others)),
         "Not converted, because",

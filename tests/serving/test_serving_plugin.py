@@ -74,7 +74,7 @@ def test_a_row_has_what_its_family_adds_to_the_plain_layer(plugin: Any) -> None:
 def test_the_guide_names_the_families_that_are_served(plugin: Any) -> None:
     """In the sentences of docs/serve.md about the plugin's families in both engines."""
     page = " ".join((ROOT / "docs" / "serve.md").read_text(encoding="utf-8").split())
-    in_sglang = load_modules("serving", "fcsd_sglang", ["families"]).families.MODULES
+    in_sglang = load_modules("serving", "fcsd_sglang", ["families"]).families.ROWS
     for words, families in (
         (
             r"The plugin supports (.+?), with every connectivity",

@@ -23,19 +23,26 @@ def package() -> Any:
 
 
 def test_every_family_is_named_as_in_fcsd(package: Any) -> None:
-    assert list(package.families.FAMILIES) == [
-        "qwen3_moe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "glm4_moe",
-    ]
+    assert list(package.families.FAMILIES) == list(package.families.ROWS)
     for name, row in package.families.FAMILIES.items():
         assert (row.config, row.causal_lm) == (
             FAMILIES[name].config,
             FAMILIES[name].causal_lm,
         )
-        assert row.moe == "mlp"  # which the rewiring takes for granted
-        assert name in package.families.MODULES
+
+
+def test_a_family_is_either_served_or_refused(package: Any) -> None:
+    families = package.families
+    assert not set(families.ROWS) & set(families.REFUSED)
+    assert set(families.ALL) <= {*families.ROWS, *families.REFUSED}
+    assert set(families.REFUSED) - {"instella_moe"} <= set(FAMILIES)
+
+
+def test_a_field_that_sglang_computes_wrongly_is_refused(package: Any) -> None:
+    row = package.families.ROWS["ernie4_5_moe"]
+    package.refusals.check_fields(SimpleNamespace(use_bias=False), row, "X")
+    with pytest.raises(package.refusals.Refused, match="has use_bias: true, but"):
+        package.refusals.check_fields(SimpleNamespace(use_bias=True), row, "X")
 
 
 def test_another_version_of_sglang_is_refused_in_a_line_that_names_it(

@@ -5,6 +5,17 @@ imported from, not called.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+_operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in (  # those that `models.qwen3_5` takes at its import
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _operators.define(f"{_name}(Tensor x) -> Tensor")
+
 
 def __getattr__(name: str) -> Callable[..., Any]:
     """Return a function that says what is missing."""
