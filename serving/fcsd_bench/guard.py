@@ -33,12 +33,15 @@ def main(words: list[str]) -> int:
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
-        leader = subprocess.Popen(
+        process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, start_new_session=True
-        ).pid
+        )
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", flush=True)
         return 127
+    # A Popen that nobody holds would take the status of a command that has ended by
+    # then, and `_reap` would wait for it for ever: `process` lives to the end.
+    leader = process.pid
     # Wait for the command to end, a signal, or the end of standard input, whichever
     # comes first.
     ended: dict[int, int] = {}
