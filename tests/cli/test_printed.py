@@ -17,6 +17,7 @@ from tests.planning.cost.plans import lite
 from tests.planning.layers.test_kinds import KINDS, without_kl, written
 from tests.real_configs import CONFIGS, real_folder
 from tests.report.test_comparison import scored
+from tests.support import few
 from tests.terminal import assert_readable, tables_of
 
 Shown = Callable[..., str]
@@ -47,7 +48,9 @@ def test_families(shown: Shown) -> None:
     assert "written by" in shown("families")
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize(
+    "name", few(sorted(path.stem for path in CONFIGS.glob("*.json")), 8)
+)
 def test_the_facts_of_a_checkpoint(name: str, tmp_path: Path, shown: Shown) -> None:
     assert "conversion" in shown("inspect", real_folder(name, tmp_path / "m"))
 
@@ -70,7 +73,7 @@ def test_a_plan(words: str, tmp_path: Path, shown: Shown) -> None:
     shown("plan", lite(tmp_path), "--length", "512", *words.split())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_a_layer_study_and_its_readers(kind: str, tmp_path: Path, shown: Shown) -> None:
     study = written(tmp_path / "s", kind, calibrated=True, task=True)
     shown("plan", lite(tmp_path), "--length", "512", "--study", study)

@@ -48,6 +48,7 @@ def task(suite: str, name: str) -> TaskConfig:
     return next(row for row in load_suite(suite).tasks if row.task == name)
 
 
+@pytest.mark.breadth
 def test_every_task_of_the_papers_suite_runs_from_local_data(
     root: Path, model: Any
 ) -> None:

@@ -14,7 +14,7 @@ from fcsd.data.batches import Collator
 from fcsd.parallel import failure
 from fcsd.training.best import StopWhenScoreStalls
 from fcsd.training.trainer import DistillTrainer
-from tests.support import ROOT, Bench, in_forked_ranks, start
+from tests.support import ROOT, Bench, few, in_forked_ranks, start
 
 
 def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> None:
@@ -38,12 +38,12 @@ def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> No
 
 @pytest.mark.parametrize(
     ("place", "after", "error", "status", "message"),
-    [
+    few([
         ((Collator, "__call__"), 3, UserError("row 7 is bad"), 2, "error: row 7 is bad (rank 1 of 2)"),
         ((DistillTrainer, "compute_loss"), 3, KeyError("hidden"), 1, "KeyError: 'hidden'"),
         ((DistillTrainer, "_save_rng_state"), 1, ValueError("cannot save"), 1, "ValueError: cannot save"),
         ((DistillTrainer, "compute_loss"), 3, None, 1, "error: rank 1 of 2 ended without an error: killed"),
-    ],
+    ], 2),
     ids=["data", "loss", "saving", "killed"],
 )  # fmt: skip
 def test_a_failure_on_the_second_rank_ends_the_first(

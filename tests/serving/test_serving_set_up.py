@@ -40,6 +40,7 @@ def registry(folder: Path, tags: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("tags", "line", "status", "words"),
     [
@@ -101,6 +102,7 @@ def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(
     assert not (tmp_path / ".serving").exists()
 
 
+@pytest.mark.breadth
 def test_make_fails_for_a_broken_pin_and_for_a_set_up_that_fails(
     tmp_path: Path,
 ) -> None:

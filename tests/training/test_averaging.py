@@ -49,6 +49,7 @@ def recipe(bench: Bench, name: str) -> list[str]:
     return ["distill", str(bench.recipe(name, **changes))]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("engine", few([*ENGINES, "ep"], 1))
 def test_ranks_average_their_parts_and_continue_and_leave_the_average_to_the_last_bit(
     bench: Bench, engine: str, monkeypatch: pytest.MonkeyPatch

@@ -64,7 +64,7 @@ def trained(*given: Any, **arguments: Any) -> tuple[float, float]:
     return first_step(trainer.state.log_history)
 
 
-@pytest.mark.parametrize("dtype", SAVED, ids=str)
+@pytest.mark.parametrize("dtype", few(SAVED, 1), ids=str)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"bf16": True}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "bf16": True}],

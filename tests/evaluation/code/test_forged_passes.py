@@ -27,6 +27,7 @@ from tests.evaluation.code.attacks import (
     raw_server,
     run,
 )
+from tests.support import few
 
 ORACLE = Path(oracle.__file__).read_text(encoding="utf-8")
 
@@ -78,7 +79,9 @@ ANSWERS: list[Any] = [
 
 
 @pytest.mark.parametrize(
-    "answer", ANSWERS, ids=lambda answer: repr(answer).partition(" at 0x")[0]
+    "answer",
+    few([(answer,) for answer in ANSWERS], 20),
+    ids=lambda answer: repr(answer).partition(" at 0x")[0],
 )
 def test_no_answer_equals_what_it_is_not(answer: Any) -> None:
     """numpy finds no difference between an empty array and anything else, and

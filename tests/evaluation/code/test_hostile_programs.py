@@ -22,7 +22,7 @@ from fcsd.base.errors import ScorerError
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import LAYERS, CodeScorer
 from tests.evaluation.code.attacks import ATTACKED, CONFIGURATIONS, PROBLEM, attack, run
-from tests.support import user_error
+from tests.support import few, user_error
 
 MARK = 40417  # an unlikely argument, by which a test finds what a program left behind
 
@@ -37,13 +37,13 @@ def opened(configuration: str) -> CodeScorer:
     )
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+@pytest.fixture(scope="module", params=few(CONFIGURATIONS, 1))
 def scorer(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
     with opened(request.param) as s:
         yield s
 
 
-@pytest.fixture(scope="module", params=["all layers", "no namespaces"])
+@pytest.fixture(scope="module", params=few(["all layers", "no namespaces"], 1))
 def shielded(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
     """For attacks that only seccomp forbids."""
     with opened(request.param) as s:

@@ -28,6 +28,7 @@ from tests.evaluation.code.attacks import (
     raw_server,
     run,
 )
+from tests.support import few
 
 HEAD = """
 import contextlib, ctypes, fcntl, mmap, os, signal, socket, stat, struct, sys, threading, time
@@ -233,9 +234,13 @@ KINDS = {
     "quotas": QUOTAS,
 }
 ROWS = [
-    pytest.param(body, id=f"{kind}: {name}")
+    pytest.param(
+        body,
+        id=f"{kind}: {name}",
+        marks=[] if number < 2 else [pytest.mark.breadth],
+    )
     for kind, bodies in KINDS.items()
-    for name, body in bodies.items()
+    for number, (name, body) in enumerate(bodies.items())
 ]
 
 # A right program may rely on a folder that nobody used before, on all of its space, and
@@ -297,11 +302,7 @@ def opened(configuration: str, **options: Any) -> CodeScorer:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "all layers",
-        pytest.param("no namespaces", marks=pytest.mark.breadth),
-        pytest.param("no seccomp", marks=pytest.mark.breadth),
-    ],
+    params=few(CONFIGURATIONS, 1),
 )
 def scorer(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
     with opened(request.param) as s:
@@ -353,7 +354,7 @@ def test_a_hostile_program_changes_no_other_outcome(
     assert scorer._servers[0].folder == server  # which has not been replaced
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_a_share_of_right_programs_is_what_it_is_without_hostile_ones(
     kind: str,
 ) -> None:

@@ -16,6 +16,7 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.own_text.test_compared import evaluate, place
 from tests.evaluation.vllm_protocol import Engine, serving
+from tests.support import few
 
 __all__ = ["place"]  # a fixture
 
@@ -99,7 +100,7 @@ def test_answers_of_a_server_are_kept_and_not_asked_for_again(
     assert len(asked) == len(set(asked))
 
 
-@pytest.mark.parametrize("lacks", ["prompt_logprobs", "token_ids"])
+@pytest.mark.parametrize("lacks", few(["prompt_logprobs", "token_ids"], 1))
 def test_a_server_that_tells_too_little_is_refused_by_name(
     place: Path,
     engine: Engine,

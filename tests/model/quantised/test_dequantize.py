@@ -401,6 +401,7 @@ def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> 
     assert_same(read(tmp_path / "out"), expected)
 
 
+@pytest.mark.breadth
 def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,7 +304,8 @@ def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None
 TRACED = [path for path in PRETRAINED if path.stem in ("table3", "figure5")]
 
 
-@pytest.mark.parametrize("path", few(TRACED, 1), ids=name)
+@pytest.mark.breadth
+@pytest.mark.parametrize("path", TRACED, ids=name)
 def test_every_recipe_of_a_trace_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     options = ["--rehearse", str(tmp_path / "r"), "--output", str(folder)]
@@ -636,6 +637,7 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
         )
 
 
+@pytest.mark.breadth
 def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
     path = data_dir("recipes") / "studies" / "pretrain.yaml"
     words = next(words for words in header_commands(path) if words[0] == "accelerate")

@@ -44,7 +44,7 @@ from tests.planning.layers.test_kinds import ATTENTION, KINDS, without_kl, writt
 from tests.planning.layers.test_study import ROWS, command
 from tests.planning.layers.test_study import model as model
 from tests.planning.layers.test_study import text as text
-from tests.support import edited_json, evaluate
+from tests.support import edited_json, evaluate, few
 
 Run = Callable[..., Any]
 
@@ -292,7 +292,7 @@ MACHINES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["both", "mlp", "selected"])
+@pytest.mark.parametrize("kind", few(["selected", "both", "mlp"], 1))
 @pytest.mark.parametrize("machine", MACHINES)
 def test_each_row_has_the_time_of_its_connectivity_planned_by_itself(
     kind: str, machine: str, tmp_path: Path, run: Run
@@ -361,7 +361,7 @@ def test_no_set_of_halves_saves_much_more_than_a_front_at_the_loss_of_a_step(
         assert near >= best - 0.1 * most
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_the_lines_of_a_recipe_mean_the_connectivity_that_was_planned(
     kind: str, tmp_path: Path, run: Run
 ) -> None:
