@@ -210,6 +210,7 @@ def run_engine(
         ("mixtral-all", {}),
         ("olmoe-all", {}),
         ("ernie4_5_moe-all", {}),
+        ("granitemoe-all", {}),
         ("granitemoeshared-all", {}),
     ],
 )
