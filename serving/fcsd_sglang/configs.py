@@ -50,10 +50,28 @@ def _base(family: Family) -> Any:
     )
 
 
+def _with_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config, and of its text config, with what transformers
+    writes in `rope_parameters` also where older classes look.
+    """
+    rope = fields.get("rope_parameters") or {}
+    text = fields.get("text_config")
+    return {
+        **{
+            name: rope[name]
+            for name in ("rope_theta", "partial_rotary_factor")
+            if name in rope
+        },
+        **fields,
+        **({"text_config": _with_rope(text)} if isinstance(text, dict) else {}),
+    }
+
+
 CLASSES: dict[str, Any] = {
     family.farskip_type: make_config_class(
         family,
         base=_base(family),
+        complete=_with_rope if ROWS[family.model_type].config else dict,
         module=__name__,
         base_architecture=True,
         check=check_server,

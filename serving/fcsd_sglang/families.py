@@ -2,7 +2,7 @@
 Standard library only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fcsd_vllm.families import FAMILIES as ALL
 from fcsd_vllm.families import Family
@@ -41,36 +41,31 @@ class Row:
     others)."""
 
 
+_HYBRID = Row(
+    "qwen3_5",
+    attention=("self_attention", "linear_attn"),
+    routed="_forward_router_experts",
+    shared="shared_expert",
+    config="qwen3_5",
+)
+"""Qwen's models with linear attention."""
+
 ROWS: dict[str, Row] = {
     "qwen3_moe": Row("qwen3_moe"),
     "qwen2_moe": Row(
         "qwen2_moe", routed="_forward_router_experts", shared="shared_expert"
     ),
-    "qwen3_next": Row(
-        "qwen3_next",
-        attention=("self_attention", "linear_attn"),
-        routed="_forward_router_experts",
-        shared="shared_expert",
+    "qwen3_next": replace(
+        _HYBRID,
+        module="qwen3_next",
         config="qwen3_next",
         requires=(
             ("mlp_only_layers", [], "SGLang makes every layer an MoE layer"),
             ("decoder_sparse_step", 1, "SGLang makes every layer an MoE layer"),
         ),
     ),
-    "qwen3_5_moe_text": Row(
-        "qwen3_5_text",
-        attention=("self_attention", "linear_attn"),
-        routed="_forward_router_experts",
-        shared="shared_expert",
-        config="qwen3_5",
-    ),
-    "qwen3_5_moe": Row(
-        "qwen3_5",
-        attention=("self_attention", "linear_attn"),
-        routed="_forward_router_experts",
-        shared="shared_expert",
-        config="qwen3_5",
-    ),
+    "qwen3_5_moe_text": replace(_HYBRID, module="qwen3_5_text"),
+    "qwen3_5_moe": _HYBRID,
     "mixtral": Row("mixtral", routed="forward"),
     "olmoe": Row("olmoe", loop="pair", routed="forward"),
     # The second value has the indices of sparse attention, although these have none.

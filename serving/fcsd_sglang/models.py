@@ -90,9 +90,9 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
 def classes() -> list[Any]:
     """Return the class of each family, for SGLang's registry."""
     check_version(installed())
-    from fcsd_sglang.cpu_experts import repair_native_experts
+    from fcsd_sglang.cpu_experts import skip_absent_experts
 
-    repair_native_experts()
+    skip_absent_experts()
     refusing = [
         _refusing(ALL[name].causal_lm, f"fcsd-serving: {name}: {sentence}")
         for name, sentence in REFUSED.items()

@@ -53,6 +53,7 @@ def make_config_class(
     family: Family,
     *,
     base: Any = None,
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     module: str = __name__,
     base_architecture: bool = False,
     regular: bool = False,
@@ -63,6 +64,7 @@ def make_config_class(
     Args:
         base: the class that the engine reads regular checkpoints with; None: that of
             transformers.
+        complete: adds to a config's fields what `base` needs.
         module: the module in which pickle finds the class by name.
         base_architecture: whether instances also carry the base's `architectures`.
         regular: return the config class of the base, which transformers lacks, instead
@@ -84,10 +86,8 @@ def make_config_class(
             for name, value in family.defaults
             if config_dict.get(name) is None
         }
-        given = {**config_dict, **unset}
-        if is_own:
-            given = _with_rope(given)
-        made = super(new, cls).from_dict(given, **kwargs)
+        fields = complete({**config_dict, **unset})
+        made = super(new, cls).from_dict(fields, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         if not regular:
             config.farskip = config_dict["farskip"]
@@ -97,7 +97,7 @@ def make_config_class(
         return made
 
     def __init__(self: Any, **kwargs: Any) -> None:
-        # Else transformers would make one that skips those of SGLang's classes.
+        # Else transformers would make one that skips those of the engine's classes.
         super(new, self).__init__(**kwargs)
 
     name = family.farskip_config.removeprefix("FarSkip" if regular else "")
@@ -113,23 +113,6 @@ def make_config_class(
         },
     )
     return new
-
-
-def _with_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config, and of its text config, with what transformers
-    writes in `rope_parameters` also where older classes look.
-    """
-    rope = fields.get("rope_parameters") or {}
-    text = fields.get("text_config")
-    return {
-        **{
-            name: rope[name]
-            for name in ("rope_theta", "partial_rotary_factor")
-            if name in rope
-        },
-        **fields,
-        **({"text_config": _with_rope(text)} if isinstance(text, dict) else {}),
-    }
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity import load_model
 from fcsd.training import checkpoint_writer
 from tests.parallel.test_engines import ENGINES, EP, compare, launch
-from tests.support import Bench, few
+from tests.support import Bench
 
 DECAY = 0.8
 
@@ -50,7 +50,7 @@ def recipe(bench: Bench, name: str) -> list[str]:
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("engine", few([*ENGINES, "ep"], 1))
+@pytest.mark.parametrize("engine", [*ENGINES, "ep"])
 def test_ranks_average_their_parts_and_continue_and_leave_the_average_to_the_last_bit(
     bench: Bench, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
