@@ -25,8 +25,10 @@ import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -301,6 +303,7 @@ def work(
 ) -> None:
     """Take points until none is left, or until `stop` is set."""
     log_to(state / "logs" / f"worker-{number}")
+    threading.Thread(target=end_with, args=(os.getppid(), stop), daemon=True).start()
     texts = None
     while not stop.is_set():
         try:
@@ -316,6 +319,16 @@ def work(
             if not stop.is_set():
                 note(state, point, "error", one_line(error))
         free()
+
+
+def end_with(parent: int, stop: Any) -> None:
+    """End this worker when its parent has ended, however that ended: as at the end of
+    the time, a training writes its checkpoint first.
+    """
+    while os.getppid() == parent:
+        time.sleep(1)
+    stop.set()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def measure(
