@@ -141,21 +141,14 @@ class Bench:
         """Return a recipe file: 12 KL steps of 4 rows of 32 tokens; `changes` replace sections."""
         assert "RANK" not in os.environ, "another rank may read what this one writes"
         recipe = {
-            "name": name,
-            "output_dir": str(self.folder / name),
-            "model": {"path": str(self.base)},
+            "name": name, "output_dir": str(self.folder / name), "model": {"path": str(self.base)},
             "data": {"train": [{"path": str(self.rows)}], "max_length": 32},
             "train": {
-                "max_steps": 12,
-                "batch_size_tokens": 128,
-                "per_device_train_batch_size": 2,
-                "learning_rate": 1e-3,
-                "warmup_steps": 2,
-                "logging_steps": 1,
-                "save_steps": 4,
+                "max_steps": 12, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+                "warmup_steps": 2, "logging_steps": 1, "save_steps": 4,
             },
             **changes,
-        }
+        }  # fmt: skip
         if isinstance(stopping := changes.get("early_stopping"), dict):
             file = self.folder / f"{name}-stopping.yaml"
             recipe["early_stopping"] = with_suite(stopping, file)

@@ -130,13 +130,8 @@ def test_the_page_says_of_the_demo_what_its_table_says() -> None:
 def test_readme_says_of_real_weights_what_their_table_says() -> None:
     real = demo_table("docs/real.md", "<!-- real-table -->", "<!-- /real-table -->")
     assert [*real] == [
-        "original",
-        "converted",
-        "calibrated",
-        "fcsd",
-        "sft",
-        "attention-half",
-    ]
+        "original", "converted", "calibrated", "fcsd", "sft", "attention-half",
+    ]  # fmt: skip
     own = demo_table("docs/real.md", "<!-- own-table -->", "<!-- /own-table -->")
     assert {*own} == {*real}
     assert "for 48 steps" in PAGES["README.md"] and "48 steps" in real["fcsd"][2]

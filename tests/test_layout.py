@@ -59,17 +59,10 @@ OTHERS = {
 # Third-party packages that are slow to import, or that a user may not have: only the
 # places listed here import them.
 ONLY_IN = {
-    "lm_eval": "evaluation/",
-    "matplotlib": "report/",
-    "detect_secrets": "report/publish/",
-    "peft": "training/teachers/",
-    "deepspeed": "parallel/",
-    "httpx2": "evaluation/",
-    "trl": "nowhere",
-    "vllm": "nowhere",
-    "sglang": "nowhere",
-    "evalplus": "evaluation/code/",
-}
+    "lm_eval": "evaluation/", "matplotlib": "report/", "detect_secrets": "report/publish/",
+    "peft": "training/teachers/", "deepspeed": "parallel/", "httpx2": "evaluation/", "trl": "nowhere",
+    "vllm": "nowhere", "sglang": "nowhere", "evalplus": "evaluation/code/",
+}  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

@@ -46,14 +46,8 @@ def test_the_picture_has_its_own_background_and_its_text_is_text(
     assert float(background.get("width", 0)) >= layer.WIDTH - 1
     words = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
     assert {
-        "Regular",
-        "FarSkip",
-        "attention",
-        "routed experts",
-        "dispatch",
-        "combine",
-        "waits",
-    } <= set(words)
+        "Regular", "FarSkip", "attention", "routed experts", "dispatch", "combine", "waits",
+    } <= set(words)  # fmt: skip
     assert root.findtext(f"{SVG}title") and root.findtext(f"{SVG}desc")
     assert not list(root.iter(f"{SVG}image"))
 

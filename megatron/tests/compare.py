@@ -17,27 +17,16 @@ from tests.reference.tiny import tiny_model
 VOCABULARY, ROWS, TOKENS = 99, 2, 12
 
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.9,
-    "original_max_position_embeddings": 16,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+    "mscale_all_dim": 0.9, "original_max_position_embeddings": 16,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("qwen3_moe", {}),
-    "deepseek_v3": ("deepseek_v3", {}),
+    "qwen3_moe": ("qwen3_moe", {}), "deepseek_v3": ("deepseek_v3", {}),
     "qwen3_moe-dense": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "deepseek_v3-yarn": (
         "deepseek_v3",
         {
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 2,
-            "v_head_dim": 12,
-            "rms_norm_eps": 1e-3,
+            "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "v_head_dim": 12, "rms_norm_eps": 1e-3,
             "rope_parameters": _YARN,
         },
     ),
@@ -45,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"q_lora_rank": None, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
     ),
-}
+}  # fmt: skip
 CONNECTIVITIES: dict[str, Connectivity | None] = {
     "regular": None,
     "all": Connectivity("all"),
@@ -58,14 +47,10 @@ CONNECTIVITIES: dict[str, Connectivity | None] = {
 """Four layers; the first of deepseek_v3 is dense."""
 
 OPTIONS: dict[str, Any] = {
-    "params_dtype": torch.float64,
-    "moe_router_dtype": "fp64",
-    "use_cpu_initialization": True,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
-    "gradient_accumulation_fusion": False,
+    "params_dtype": torch.float64, "moe_router_dtype": "fp64", "use_cpu_initialization": True,
+    "bias_dropout_fusion": False, "bias_activation_fusion": False, "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
-}
+}  # fmt: skip
 """Fields of TransformerConfig without which Megatron wants a GPU, or its compiler."""
 
 

@@ -13,32 +13,14 @@ from fcsd_sglang.families import FAMILIES as IN_SGLANG
 BREADTH = bool(os.environ.get("FCSD_SERVING_BREADTH"))
 """Whether every connectivity of every family is made and run."""
 MANY = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "llama4_text",
-    "llama4",
-    "glm4_moe",
-    "gpt_oss",
-    "qwen3_next",
-)
+    "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "instella_moe", "llama4_text",
+    "llama4", "glm4_moe", "gpt_oss", "qwen3_next",
+)  # fmt: skip
 """Families of which every connectivity is always made, and all, half and gap are run."""
 FEW = (
-    "ernie4_5_moe",
-    "minimax_m2",
-    "granitemoe",
-    "granitemoeshared",
-    "granitemoehybrid",
-    "gemma4_text",
-    "gemma4",
-    "lfm2_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_moe",
-)
+    "ernie4_5_moe", "minimax_m2", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4_text", "gemma4",
+    "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_moe",
+)  # fmt: skip
 """Families of which one rank runs all layers; the rest needs FCSD_SERVING_BREADTH=1."""
 WRAPPERS = ("qwen3_5_moe", "gemma4")
 """Those of them whose layers are those of another one, and run on one rank only."""

@@ -25,18 +25,13 @@ _CHUNKS = {
     "max_num_seqs": 4,
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "blocking": {"comm": "blocking"},
-    "async": {"comm": "c10d"},
-    "timed": {"comm": "timed"},
+    "blocking": {"comm": "blocking"}, "async": {"comm": "c10d"}, "timed": {"comm": "timed"},
     "no_ep": {"comm": "c10d", "enable_expert_parallel": False},
     "compiled": {"comm": "c10d", "enforce_eager": False},
     "chunks": {"comm": "c10d", **_CHUNKS},
     "small_at_once": {"comm": "c10d", "min_overlap_bytes": 2**16},
-    "idle": {"comm": "c10d"},
-    "few": {"comm": "c10d"},
-    "abort": {"comm": "c10d"},
-    "hooks": {"comm": "c10d"},
-}
+    "idle": {"comm": "c10d"}, "few": {"comm": "c10d"}, "abort": {"comm": "c10d"}, "hooks": {"comm": "c10d"},
+}  # fmt: skip
 """In `idle` the last rank has no prompt, in `few` there are fewer prompts than ranks,
 of a token each step; in `abort` the first client of each rank goes after four steps; in
 `hooks` halves are waited for as those of DeepEP are."""
@@ -131,16 +126,10 @@ def leave_dense_stock(llm: Any) -> None:
 MUTANTS = {
     function.__name__: function
     for function in (
-        wait_at_start,
-        dispatch_after_attention,
-        read_before_combine,
-        attend_to_routed,
-        forget_scale,
-        add_shared_twice,
-        die,
-        leave_dense_stock,
+        wait_at_start, dispatch_after_attention, read_before_combine, attend_to_routed, forget_scale,
+        add_shared_twice, die, leave_dense_stock,
     )
-}
+}  # fmt: skip
 
 
 def prompts_of(layout: str, rank: int, ranks: int) -> list[int]:

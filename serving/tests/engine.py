@@ -92,15 +92,10 @@ def start_engine(folder: Path, **options: Any) -> Any:
     return LLM(
         str(folder),
         **{
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 512,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 2**24,
-            "disable_log_stats": True,
-            **options,
+            "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 2**24, "disable_log_stats": True, **options,
         },
-    )
+    )  # fmt: skip
 
 
 _KEPT: list[Any] = []

@@ -66,13 +66,7 @@ wait combine.3
 """
 
 OF_CASE = {
-    "qwen3_moe-all": PLAIN,
-    "gpt_oss-all": PLAIN,
-    "qwen2_moe-all": SHARED,
-    "qwen2_moe-half": HALF,
-    "qwen2_moe-gap": GAP,
-    "qwen2_moe-attention_full": ATTENTION_FULL,
-    "qwen2_moe-mlp_full": MLP_FULL,
-    "deepseek_v3-all": DENSE_FIRST,
-    "glm4_moe-all": DENSE_FIRST,
-}
+    "qwen3_moe-all": PLAIN, "gpt_oss-all": PLAIN, "qwen2_moe-all": SHARED, "qwen2_moe-half": HALF,
+    "qwen2_moe-gap": GAP, "qwen2_moe-attention_full": ATTENTION_FULL, "qwen2_moe-mlp_full": MLP_FULL,
+    "deepseek_v3-all": DENSE_FIRST, "glm4_moe-all": DENSE_FIRST,
+}  # fmt: skip

@@ -26,13 +26,8 @@ def start_ranks(
     """
     number = ["--nproc-per-node", str(ranks)]
     command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        *number,
-        str(script),
-        *words,
-    ]
+        "-m", "torch.distributed.run", "--standalone", *number, str(script), *words,
+    ]  # fmt: skip
     return subprocess.Popen(
         [sys.executable, *command],
         env={**ENVIRONMENT, **os.environ},

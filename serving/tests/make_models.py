@@ -49,32 +49,17 @@ _COMMON: dict[str, Any] = {
 _HEADS = {"head_dim": 32}
 _EXPERTS = {"moe_intermediate_size": 64}
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-    "original_max_position_embeddings": 4096,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+    "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096, "truncate": False,
+}  # fmt: skip
 _MLA = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 16384,
-    "rope_parameters": _YARN,
-}
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 16384, "rope_parameters": _YARN,
+}  # fmt: skip
 
 _QWEN3_5 = {
     **_HEADS,
@@ -159,13 +144,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 DATA_PARALLEL = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "instella_moe",
-)
+    "qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe",
+)  # fmt: skip
 """Families whose every checkpoint has prompts for data-parallel ranks, too; of others
 `-all` and `-original` have.
 """
@@ -270,12 +250,8 @@ def make_adapter(folder: Path, place: Path) -> None:
     place.mkdir()
     save_file(tensors, place / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": list(DENSE),
-        "bias": "none",
-    }
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(DENSE), "bias": "none",
+    }  # fmt: skip
     (place / "adapter_config.json").write_text(json.dumps(config))
     np.savez(place / "reference.npz", **outputs_of(model))
 

@@ -90,16 +90,10 @@ OF_FAMILY = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "llama4_text", "llama4"), SHARED),
     **dict.fromkeys(("granitemoeshared", "granitemoehybrid"), SHARED),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe"), SHARED),
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe", "instella_moe"),
-        DENSE_FIRST,
-    ),
-    "ernie4_5_moe": DENSE_FIRST,
-    "gemma4_text": NORMED,
-    "gemma4": NORMED,
-    "lfm2_moe": DENSE_FIRST_PLAIN,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "instella_moe"), DENSE_FIRST),
+    "ernie4_5_moe": DENSE_FIRST, "gemma4_text": NORMED, "gemma4": NORMED, "lfm2_moe": DENSE_FIRST_PLAIN,
     "minimax_m2": NORMED_QUERIES,
-}
+}  # fmt: skip
 """Family -> order with all layers selected; the first layer of some families is dense."""
 
 OF_CASE = {

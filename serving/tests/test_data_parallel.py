@@ -21,13 +21,8 @@ from test_parallel import HERE, PATIENCE_S, run_ranks
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 OTHERS = (
-    "instella_moe",
-    "deepseek_v2",
-    "llama4_text",
-    "mixtral",
-    "olmoe",
-    "qwen3_next",
-)
+    "instella_moe", "deepseek_v2", "llama4_text", "mixtral", "olmoe", "qwen3_next",
+)  # fmt: skip
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 
 RIGHT = [
@@ -37,14 +32,7 @@ RIGHT = [
     *(
         f"qwen2_moe-all:{layout}"
         for layout in (
-            "timed",
-            "no_ep",
-            "small_at_once",
-            "chunks",
-            "idle",
-            "few",
-            "abort",
-            "hooks",
+            "timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort", "hooks",
         )
     ),
     *(f"{family}-all:async" for family in OTHERS),
@@ -52,7 +40,7 @@ RIGHT = [
     "deepseek_v3-all:idle",
     "qwen3_moe-all:compiled",
     "qwen2_moe-all:compiled",
-]
+]  # fmt: skip
 WRONG = [
     "qwen2_moe-all:async:wait_at_start",
     "qwen2_moe-all:async:dispatch_after_attention",

@@ -25,11 +25,7 @@ RIGHT = [
     *(
         f"{family}-all:{layout}"
         for family in (
-            "qwen3_moe",
-            "qwen2_moe",
-            "deepseek_v2",
-            "gpt_oss",
-            "instella_moe",
+            "qwen3_moe", "qwen2_moe", "deepseek_v2", "gpt_oss", "instella_moe",
         )
         for layout in ("tp", "ep", "async", "async_ep")
     ),
@@ -44,7 +40,7 @@ RIGHT = [
         f"{family}-all:async_ep"
         for family in ("minimax_m2", "granitemoeshared", "gemma4_text")
     ),
-]
+]  # fmt: skip
 if BREADTH:
     every = [
         f"{family}-all:{layout}"

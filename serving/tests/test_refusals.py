@@ -53,34 +53,19 @@ FIELD = {
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            {"farskip": {**FIELD, "version": 2}},
-            "config.json: farskip.version: this fcsd reads version 1, got 2",
-        ),
-        (
-            {"farskip": None},
-            "config.json: farskip.version: this fcsd reads version 1, got None",
-        ),
-        (
-            {"farskip": {**FIELD, "layers": [3, 4]}},
-            "layers: index 4 is out of range: the model has 4 decoder layers",
-        ),
+        ({"farskip": {**FIELD, "version": 2}}, "config.json: farskip.version: this fcsd reads version 1, got 2"),
+        ({"farskip": None}, "config.json: farskip.version: this fcsd reads version 1, got None"),
+        ({"farskip": {**FIELD, "layers": [3, 4]}}, "layers: index 4 is out of range: the model has 4 decoder layers"),
         (
             {"architectures": ["Qwen3MoeForCausalLM"]},
-            (
-                "model_type 'farskip_qwen3_moe' needs architectures"
-                " ['FarSkipQwen3MoeForCausalLM']"
-            ),
+            "model_type 'farskip_qwen3_moe' needs architectures ['FarSkipQwen3MoeForCausalLM']",
         ),
         (
             {"model_type": "qwen3_moe"},
-            (
-                "architecture 'FarSkipQwen3MoeForCausalLM' needs model_type"
-                " 'farskip_qwen3_moe', got 'qwen3_moe'"
-            ),
+            "architecture 'FarSkipQwen3MoeForCausalLM' needs model_type 'farskip_qwen3_moe', got 'qwen3_moe'",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_does_not_belong_together_is_refused(
     changes: Any, words: str, folder: Any
 ) -> None:
@@ -102,19 +87,10 @@ def test_settings_and_features_are_refused_by_the_engine_that_is_configured(
 @pytest.mark.parametrize(
     "options, words",
     [
-        (
-            {"pipeline_parallel_size": 2},
-            "pipeline stages is untested; use --pipeline-parallel-size 1",
-        ),
-        (
-            {"enable_lora": True},
-            (
-                "FarSkip's exchange does not send LoRA adapters along with the tokens;"
-                " merge them"
-            ),
-        ),
+        ({"pipeline_parallel_size": 2}, "pipeline stages is untested; use --pipeline-parallel-size 1"),
+        ({"enable_lora": True}, "FarSkip's exchange does not send LoRA adapters along with the tokens; merge them"),
     ],
-)
+)  # fmt: skip
 def test_what_data_parallel_ranks_lack_is_refused_before_weights_are_looked_for(
     options: dict[str, Any], words: str, folder: Any
 ) -> None:
@@ -328,33 +304,13 @@ class Summing:
 @pytest.mark.parametrize(
     "runner, block, words",
     [
-        (
-            {"moe_config": SimpleNamespace(is_sequence_parallel=True)},
-            {},
-            "use --tensor-parallel-size 1 or --data",
-        ),
-        (
-            {},
-            {"is_fused_shared_expert_enabled": True},
-            "set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0",
-        ),
-        (
-            {},
-            {"replicate_shared_expert": True},
-            "use a tensor-parallel size that divides its width",
-        ),
-        (
-            {"routed_output_transform": 1},
-            {},
-            "serve the original model",
-        ),
-        (
-            {"_quant_method": SimpleNamespace(moe_kernel=Summing())},
-            {},
-            "Summing sums .* choose another MoE backend",
-        ),
+        ({"moe_config": SimpleNamespace(is_sequence_parallel=True)}, {}, "use --tensor-parallel-size 1 or --data"),
+        ({}, {"is_fused_shared_expert_enabled": True}, "set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"),
+        ({}, {"replicate_shared_expert": True}, "use a tensor-parallel size that divides its width"),
+        ({"routed_output_transform": 1}, {}, "serve the original model"),
+        ({"_quant_method": SimpleNamespace(moe_kernel=Summing())}, {}, "Summing sums .* choose another MoE backend"),
     ],
-)
+)  # fmt: skip
 def test_experts_whose_sum_cannot_be_taken_apart_are_refused_with_what_to_do(
     runner: dict[str, Any],
     block: dict[str, Any],

@@ -26,13 +26,9 @@ from engine import BOUND, NEW_TOKENS
 
 VLLM = Path(sys.executable).with_name("vllm")
 ENVIRONMENT = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+    **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
 FLAGS = shlex.split(
     "--dtype float32 --enforce-eager --max-model-len 1152 --max-num-seqs 8"
     " --api-server-count 1"
@@ -92,14 +88,9 @@ class Server:
         return {
             "model": "tiny",
             "prompt": self.reference[f"prompt{k}"].tolist(),
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 5,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            **more,
-        }
+            "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 5, "return_token_ids": True,
+            "return_tokens_as_token_ids": True, **more,
+        }  # fmt: skip
 
     def worst(self, k: int) -> float:
         """Ask for a prompt; its ids are the reference's. Return the largest difference
@@ -165,14 +156,10 @@ def test_a_killed_client_changes_nothing_for_the_others_and_a_killed_rank_ends_t
     long = server.body(1, LONG, stream=True)
     client = subprocess.Popen(
         [
-            sys.executable,
-            "-c",
-            CLIENT,
-            f"{server.url}/v1/completions",
-            json.dumps(long),
+            sys.executable, "-c", CLIENT, f"{server.url}/v1/completions", json.dumps(long),
         ],
         stdout=subprocess.PIPE,
-    )
+    )  # fmt: skip
     assert client.stdout is not None and client.stdout.readline().startswith(b"data: ")
     with ThreadPoolExecutor(8) as clients:
         others = [clients.submit(server.worst, k) for k in range(8)]
@@ -211,22 +198,10 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(
             str(models / "qwen2_moe-original"),
         ),
         *(
-            "--output",
-            str(out),
-            "--vllm",
-            str(VLLM),
-            "--tensor-parallel",
-            "2",
-            "--comm",
-            json.dumps(comm),
+            "--output", str(out), "--vllm", str(VLLM), "--tensor-parallel", "2", "--comm", json.dumps(comm),
         ),
         *(
-            "--rows",
-            "wide_blocking,wide_overlapped",
-            "--rounds",
-            "1",
-            "--prompt-tokens",
-            "64",
+            "--rows", "wide_blocking,wide_overlapped", "--rounds", "1", "--prompt-tokens", "64",
         ),
         *(
             "--requests",
@@ -235,7 +210,7 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(
             "128",
             f"--serve-args={shlex.join(FLAGS)}",
         ),
-    ]
+    ]  # fmt: skip
     serving, root = Path(__file__).parents[1:3]
     environment = ENVIRONMENT | {"PYTHONPATH": f"{root}:{serving}"}
     run = subprocess.run(
@@ -255,15 +230,8 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(
     plans = []
     for phase, gain in gains.items():
         words = [
-            "plan",
-            str(models / "qwen2_moe-all"),
-            "--phase",
-            phase,
-            "--dp",
-            "2",
-            "--batch",
-            "4",
-        ]
+            "plan", str(models / "qwen2_moe-all"), "--phase", phase, "--dp", "2", "--batch", "4",
+        ]  # fmt: skip
         words += ["--length", str(gain["times"]["length"]), "--measured", gain["file"]]
         plans.append(shlex.join(["fcsd", *words]))
         plan = subprocess.run(

@@ -30,16 +30,11 @@ BOUND = 1e-5
 """Nats between two implementations in float32."""
 STUBS = Path(__file__).resolve().with_name("sglang_stubs")
 ENVIRONMENT = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(
-        [str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang",
+    **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0", "SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang",
     "SGLANG_USE_CPU_ENGINE": "1",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +116,14 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(
     ranks = [
         subprocess.Popen(
             [
-                sys.executable,
-                script,
-                str(rank),
-                str(experts),
-                str(port),
-                str(models),
-                *cases,
+                sys.executable, script, str(rank), str(experts), str(port), str(models), *cases,
             ],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     first, second = (
         [
@@ -252,16 +241,9 @@ def test_another_version_is_refused_by_its_name() -> None:
 
 
 CONFIG = {
-    "architectures": ["FarSkipQwen3MoeForCausalLM"],
-    "model_type": "farskip_qwen3_moe",
-    "num_hidden_layers": 4,
-    "farskip": {
-        "version": 1,
-        "layers": [0, 1],
-        "attention": "partial",
-        "mlp": "outdated",
-    },
-}
+    "architectures": ["FarSkipQwen3MoeForCausalLM"], "model_type": "farskip_qwen3_moe", "num_hidden_layers": 4,
+    "farskip": {"version": 1, "layers": [0, 1], "attention": "partial", "mlp": "outdated"},
+}  # fmt: skip
 
 
 def read(folder: Path, **changes: Any) -> Any:
@@ -313,21 +295,15 @@ def test_what_transformers_writes_elsewhere_is_where_sglang_looks(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"farskip": {**CONFIG["farskip"], "version": 2}},
-            "farskip.version: this fcsd reads version 1, got 2",
-        ),
+        ({"farskip": {**CONFIG["farskip"], "version": 2}}, "farskip.version: this fcsd reads version 1, got 2"),
         (
             {"farskip": {**CONFIG["farskip"], "layers": [9]}},
             "index 9 is out of range: the model has 4 decoder layers",
         ),
         ({"farskip": None}, "farskip.version: this fcsd reads version 1, got None"),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"]},
-            "needs architectures ['FarSkipQwen3MoeForCausalLM']",
-        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs architectures ['FarSkipQwen3MoeForCausalLM']"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_cannot_be_served_is_refused_in_a_line(
     changes: dict[str, Any], message: str, tmp_path: Path, stack: Any
 ) -> None:

@@ -68,16 +68,12 @@ def run_its_test(folder: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TEST],
         cwd=folder,
         env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": str(folder),
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "VLLM_PLUGINS": "",
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder),
+            "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_PLUGINS": "",
         },
         capture_output=True,
         text=True,
-    )
+    )  # fmt: skip
 
 
 def test_a_patched_vllm_passes_the_test_that_the_patch_brings(patched: Path) -> None:

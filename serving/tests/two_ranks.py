@@ -109,13 +109,9 @@ def leave_dense_stock(llm: Any) -> None:
 MUTANTS = {
     function.__name__: function
     for function in (
-        wait_early,
-        wait_late,
-        forget_all_reduce,
-        reduce_shared_twice,
-        leave_dense_stock,
+        wait_early, wait_late, forget_all_reduce, reduce_shared_twice, leave_dense_stock,
     )
-}
+}  # fmt: skip
 
 
 def run(case: str, models: Path) -> dict[str, Any]:
@@ -146,12 +142,8 @@ def run(case: str, models: Path) -> dict[str, Any]:
         )
         recorder.forget()
         return {
-            "case": case,
-            "equal": equal,
-            "worst": worst,
-            "original": original,
-            "events": recorder.events,
-        }
+            "case": case, "equal": equal, "worst": worst, "original": original, "events": recorder.events,
+        }  # fmt: skip
     finally:
         engine.stop_engine(llm)
 

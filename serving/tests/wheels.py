@@ -21,13 +21,8 @@ _OTHERS = [
     for cpu in ("x86_64", "aarch64")
 ]
 OTHERS = [
-    *_OTHERS,
-    "--python-version=3.12",
-    "--implementation=cp",
-    "--abi=cp312",
-    "--abi=abi3",
-    "--abi=none",
-]
+    *_OTHERS, "--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none",
+]  # fmt: skip
 """The machines that vLLM's wheels are made for."""
 
 
@@ -68,15 +63,8 @@ def _versions(printed: str) -> list[str]:
 
 def _ask(name: str, *flags: str) -> str:
     words = [
-        sys.executable,
-        "-m",
-        "pip",
-        "index",
-        "versions",
-        name,
-        "--only-binary=:all:",
-        *flags,
-    ]
+        sys.executable, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *flags,
+    ]  # fmt: skip
     return subprocess.run(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     ).stdout

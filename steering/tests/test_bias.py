@@ -33,19 +33,10 @@ N = 3
 STEERED = [name for name in FAMILIES if name != "deepseek_v4"]
 
 SCALED = {
-    "gemma4": (
-        "its router puts out probabilities: what is added to the logits, a softmax has"
-        " seen"
-    ),
-    "gemma4_text": (
-        "its router puts out probabilities: what is added to the logits, a softmax has"
-        " seen"
-    ),
-    "muse_spark": (
-        "its router multiplies the linear's output, and the bias with it, by"
-        " output_multiplier"
-    ),
-}
+    "gemma4": "its router puts out probabilities: what is added to the logits, a softmax has seen",
+    "gemma4_text": "its router puts out probabilities: what is added to the logits, a softmax has seen",
+    "muse_spark": "its router multiplies the linear's output, and the bias with it, by output_multiplier",
+}  # fmt: skip
 """Families whose recorded "logits" are not the linear's output."""
 
 NO_SELECTION = {

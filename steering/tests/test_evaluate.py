@@ -118,13 +118,8 @@ def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoi
 def evaluated(folder: Path, output: Path, tables: Path, *options: Any) -> int:
     """Return the exit status of the command on the one task of the suite that is soon done."""
     common = [
-        "--suite",
-        str(folder / "suite.yaml"),
-        "--task",
-        "t_answers",
-        "--data-root",
-        str(folder / "data"),
-    ]
+        "--suite", str(folder / "suite.yaml"), "--task", "t_answers", "--data-root", str(folder / "data"),
+    ]  # fmt: skip
     words = ["evaluate", str(folder / "model"), str(tables), *common]
     return main([*words, "--output", str(output), *options])
 

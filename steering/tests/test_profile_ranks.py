@@ -70,14 +70,8 @@ def test_the_command_leaves_links_between_all_ranks_and_says_how_far_simulation_
 ) -> None:
     path = tmp_path / "links.json"
     words = [
-        "profile-network",
-        str(path),
-        "--max-bytes",
-        "65536",
-        "--collective",
-        "p2p",
-        "--check",
-    ]
+        "profile-network", str(path), "--max-bytes", "65536", "--collective", "p2p", "--check",
+    ]  # fmt: skip
     outcomes = in_forked_ranks(lambda _: main(words), 4, tmp_path)
     assert [code for code, _ in outcomes] == [0] * 4, outcomes
     assert "4 endpoints, p2p of gloo: latency" in outcomes[0][1]
@@ -132,17 +126,11 @@ def test_a_rank_that_dies_during_a_profile_ends_all_and_leaves_no_file(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            [],
-            (
-                r"links between ranks, but was started as a single rank; start it with `accelerate"
-                r" launch"
-            ),
-        ),
+        ([], r"links between ranks, but was started as a single rank; start it with `accelerate launch"),
         (["--nccl-tests", "nowhere.txt"], r"nowhere\.txt: no such file"),
         (["--nccl-tests", "x", "--check"], r"--check has no effect with --nccl-tests"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -284,13 +284,9 @@ def bias(
     folder: Path, *options: str, model: str = "model", out: Path | None = None
 ) -> int:
     fixed = [
-        "--links",
-        str(folder / "links.json"),
-        "--text",
-        f"{{path: {folder / 'rows.jsonl'}, columns: {{text: text}}}}",
-        "--batch-size",
-        "2",
-    ]
+        "--links", str(folder / "links.json"), "--text",
+        f"{{path: {folder / 'rows.jsonl'}, columns: {{text: text}}}}", "--batch-size", "2",
+    ]  # fmt: skip
     return main(
         ["bias", str(folder / model), str(out or folder / "tables"), *fixed, *options]
     )

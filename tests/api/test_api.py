@@ -205,13 +205,8 @@ def test_data_and_tokenizers_are_refused_as_in_a_recipe(
         capsys, "distill", str(bench.recipe("plain", model={"path": str(plain)}))
     )
     messages = [
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-            ]
-        }
-    ]
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ]  # fmt: skip
     own = fcsd.load(plain)[1]
     here = said.replace("`columns: {text: …}`", "columns={'text': …}")
     assert raised(lambda: trainer(messages, own)) == here

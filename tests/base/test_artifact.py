@@ -437,15 +437,9 @@ def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
             }
     free = {"evaluate": ("suite.description",), "distill": may_change(recipe.train)}
     return (
-        Stage(
-            folder,
-            manifest["stage"],
-            settings,
-            manifest["inputs"],
-            free.get(manifest["stage"], ()),
-        ),
+        Stage(folder, manifest["stage"], settings, manifest["inputs"], free.get(manifest["stage"], ())),
         manifest,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

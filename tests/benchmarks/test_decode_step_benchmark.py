@@ -30,18 +30,10 @@ from tests.real_configs import CONFIGS
 
 PUBLISHED = CONFIGS / "Qwen3-30B-A3B.json"
 SMALL = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-    "max_window_layers": 3,
-}
+    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 64, "max_window_layers": 3,
+}  # fmt: skip
 BATCH, LENGTH = 3, 2 * PAGE
 
 

@@ -17,28 +17,14 @@ from fcsd.recipe.recipe import Recipe
 from tests.support import few, user_error
 
 ADDRESSES = [
-    "https://user:SECRET@h/r.yaml",
-    "https:/user:SECRET@h/r.yaml",
-    "HTTPS://SECRET@h",
-    "https://:SECRET@h",
-    "https://user:SE/SECRET@h/x",
-    "https://user:SE'SECRET@h/x",
-    "https://user:p%40SECRET@h/x",
-    "https://user:p@SECRET@h/x",
-    "https%3A%2F%2Fuser%3ASECRET%40h%2Fr.yaml",
-    r"https:\\user:SECRET@h\r.yaml",
-    "s3://key:SECRET@bucket/x",
-    "user:SECRET@h/r.yaml",
-    "//user:SECRET@h/r.yaml",
-    "user:SECRET@h.org",
-    "user:SECRET@localhost",
-    "https://h/r.yaml?token=SECRET",
-    "https://h/r.yaml?a=b&X-Amz-Signature=SECRET&c=d",
-    "h/r.yaml?access_token=SECRET",
-    "https://h/r.yaml?auth=SECRET",
-    "hf_" + "SECRET" * 6,
+    "https://user:SECRET@h/r.yaml", "https:/user:SECRET@h/r.yaml", "HTTPS://SECRET@h", "https://:SECRET@h",
+    "https://user:SE/SECRET@h/x", "https://user:SE'SECRET@h/x", "https://user:p%40SECRET@h/x",
+    "https://user:p@SECRET@h/x", "https%3A%2F%2Fuser%3ASECRET%40h%2Fr.yaml", r"https:\\user:SECRET@h\r.yaml",
+    "s3://key:SECRET@bucket/x", "user:SECRET@h/r.yaml", "//user:SECRET@h/r.yaml", "user:SECRET@h.org",
+    "user:SECRET@localhost", "https://h/r.yaml?token=SECRET", "https://h/r.yaml?a=b&X-Amz-Signature=SECRET&c=d",
+    "h/r.yaml?access_token=SECRET", "https://h/r.yaml?auth=SECRET", "hf_" + "SECRET" * 6,
     "github_pat_" + "SECRET" * 7,
-]
+]  # fmt: skip
 """Every secret in them is spelt so."""
 
 

@@ -42,16 +42,10 @@ def test_values_have_the_type_of_the_field() -> None:
         "c",
     )
     assert (
-        options.batch_size,
-        options.limit,
-        options.allow_weak_sandbox,
-        options.cache,
+        options.batch_size, options.limit, options.allow_weak_sandbox, options.cache,
     ) == (
-        8,
-        3,
-        True,
-        Path("c"),
-    )
+        8, 3, True, Path("c"),
+    )  # fmt: skip
     assert parsed("evaluate", "m", "--batch-size", "auto").batch_size == "auto"
     assert (
         parsed("evaluate", "m").suite,

@@ -266,12 +266,8 @@ def test_what_has_loss_in_a_stock_template_is_what_trl_marks_in_its_own_copy_for
     name: str,
 ) -> None:
     kinds = [
-        "several turns",
-        "thoughts in tags",
-        "an empty answer at the end",
-        "a tool",
-        "a call at the end",
-    ]
+        "several turns", "thoughts in tags", "an empty answer at the end", "a tool", "a call at the end",
+    ]  # fmt: skip
     num_compared = 0
     for kind in kinds:
         try:

@@ -179,23 +179,13 @@ TOOL_TEMPLATE = (
     )
 )
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "clock",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    },
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
     {"type": "function", "function": {"name": "add", "parameters": None}},
-]
+]  # fmt: skip
 CALL = [
     {"role": "user", "content": "time?", "tool_calls": None},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "clock", "arguments": {}}}],
-    },
-]
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

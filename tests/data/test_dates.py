@@ -55,19 +55,9 @@ def answers(place: Path, monkeypatch: pytest.MonkeyPatch, day: int) -> dict[str,
         "qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1
     )
     rows = [
-        {
-            "task": "t_answers",
-            "kind": "generation",
-            "metric": "exact_match,none",
-            "dataset": "o/answers",
-        },
-        {
-            "task": "t_choice",
-            "kind": "likelihood",
-            "metric": "acc,none",
-            "dataset": "o/choice",
-        },
-    ]
+        {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"},
+        {"task": "t_choice", "kind": "likelihood", "metric": "acc,none", "dataset": "o/choice"},
+    ]  # fmt: skip
     asked = suite(place, *({**row, "chat_template": True} for row in rows))
     plan: dict[str, Any] = {
         "data_root": str(place / "data"),

@@ -125,15 +125,9 @@ def parts(message: dict[str, Any], kind: str = "text") -> dict[str, Any]:
 @pytest.mark.parametrize(
     "template",
     [
-        PLAIN_TEMPLATE,
-        MARKED_TEMPLATE,
-        REWRITING_TEMPLATE,
-        "qwen3",
-        "gptoss",
-        "llama3",
-        "smolvlm",
+        PLAIN_TEMPLATE, MARKED_TEMPLATE, REWRITING_TEMPLATE, "qwen3", "gptoss", "llama3", "smolvlm",
     ],
-)
+)  # fmt: skip
 def test_a_content_of_text_parts_is_their_text(template: str, kind: str) -> None:
     template = template if "{" in template else stock(template)
     plain = tokens_of(CHAT, template)
@@ -183,21 +177,9 @@ def test_parts_beside_texts_are_read_from_every_kind_of_data_as_they_are_written
     tmp_path: Path, form: str
 ) -> None:
     examples = [
-        {
-            "messages": [
-                {"role": "user", "content": "5"},
-                {"role": "assistant", "content": '{"x": null}'},
-            ],
-            "id": "a",
-        },
-        {
-            "messages": [
-                parts({"role": "user", "content": "7"}),
-                {"role": "assistant", "content": "14"},
-            ],
-            "id": 4,
-        },
-    ]
+        {"messages": [{"role": "user", "content": "5"}, {"role": "assistant", "content": '{"x": null}'}], "id": "a"},
+        {"messages": [parts({"role": "user", "content": "7"}), {"role": "assistant", "content": "14"}], "id": 4},
+    ]  # fmt: skip
     tokenizer, options = (
         make_tokenizer(PLAIN_TEMPLATE),
         {"max_length": 128, "shuffle": False},
@@ -257,12 +239,8 @@ def calling(arguments: Any, **call: Any) -> list[dict[str, Any]]:
     function = {"name": "look", "arguments": arguments}
     return [
         CHAT[1],
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"type": "function", "function": function, **call}],
-        },
-    ]
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function, **call}]},
+    ]  # fmt: skip
 
 
 TWO_CALLS = calling({})[1] | {"tool_calls": 2 * calling({})[1]["tool_calls"]}
@@ -272,16 +250,9 @@ ARGUMENTS = {"city": "Köln", "days": 2, "exact": None}
 @pytest.mark.parametrize(
     "template",
     [
-        CALLING_TEMPLATE,
-        "qwen2_5",
-        "qwen3",
-        "qwen3_5_nothink",
-        "gptoss",
-        "glm4moe",
-        "llama3_1",
-        "gemma4",
+        CALLING_TEMPLATE, "qwen2_5", "qwen3", "qwen3_5_nothink", "gptoss", "glm4moe", "llama3_1", "gemma4",
     ],
-)
+)  # fmt: skip
 def test_arguments_that_are_json_text_are_written_once(template: str) -> None:
     template = template if "{" in template else stock(template)
     tokenizer = make_tokenizer(template)
@@ -676,12 +647,8 @@ def test_system_and_history_of_alpaca_come_before_the_prompt_and_earlier_answers
         "instruction": "twice?", "input": "", "output": "8", "system": "be brief", "history": [["2+2?", "4"]],
     }  # fmt: skip
     bare = {
-        "instruction": "2+2?",
-        "input": "now",
-        "output": "4",
-        "system": None,
-        "history": [],
-    }
+        "instruction": "2+2?", "input": "now", "output": "4", "system": None, "history": [],
+    }  # fmt: skip
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     rows = given_rows(
         [row, bare], tokenizer, name="x", max_length=128, packing=False, shuffle=False
@@ -826,13 +793,8 @@ def test_a_column_that_would_set_prompt_or_loss_and_is_not_read_is_refused_by_na
 def test_a_column_that_is_named_is_read_and_plain_metadata_are_not() -> None:
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     more = {
-        "id": 4,
-        "source": "x",
-        "category": "y",
-        "score": 0.5,
-        "label": {"ability": "math"},
-        "num_turns": 2,
-    }
+        "id": 4, "source": "x", "category": "y", "score": 0.5, "label": {"ability": "math"}, "num_turns": 2,
+    }  # fmt: skip
     example = {"messages": CHAT[1:], "system_prompt": "be brief"} | more
     columns = {"messages": "messages", "system": "system_prompt"}
     (row,) = given_rows([example], tokenizer, name="x", max_length=128, columns=columns)
@@ -958,12 +920,8 @@ def test_a_token_across_the_end_of_the_prompt_is_the_completions_as_in_trl(
     by_trl: Any,
 ) -> None:
     alphabet = [
-        *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        "ab",
-        "<|bos|>",
-        "<|eos|>",
-        "<|pad|>",
-    ]
+        *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<|bos|>", "<|eos|>", "<|pad|>",
+    ]  # fmt: skip
     backend = Tokenizer(
         models.BPE({token: index for index, token in enumerate(alphabet)}, [("a", "b")])
     )
@@ -981,12 +939,8 @@ def test_a_token_across_the_end_of_the_prompt_is_the_completions_as_in_trl(
     pairs = given(examples, tokenizer)
     assert pairs == by_trl(examples, tokenizer)
     assert tokenizer.convert_ids_to_tokens(pairs[0][0]) == [
-        "<|bos|>",
-        "x",
-        "ab",
-        "y",
-        "<|eos|>",
-    ]
+        "<|bos|>", "x", "ab", "y", "<|eos|>",
+    ]  # fmt: skip
     assert pairs[0][1][:2] == [NO_LOSS, NO_LOSS] and NO_LOSS not in pairs[0][1][2:]
 
 

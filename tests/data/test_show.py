@@ -33,12 +33,8 @@ def rows_of(
     examples: list[dict[str, Any]], tokenizer: Any = TOKENIZER, **options: Any
 ) -> Any:
     settings = {
-        "name": "x",
-        "max_length": 64,
-        "shuffle": False,
-        "num_proc": 1,
-        **options,
-    }
+        "name": "x", "max_length": 64, "shuffle": False, "num_proc": 1, **options,
+    }  # fmt: skip
     return given_rows(datasets.Dataset.from_list(examples), tokenizer, **settings)
 
 

@@ -36,17 +36,11 @@ LIMIT = 12
 SPECIAL = "<unused7>"
 QUESTIONS = [f"{'and ' * (number * 5 % 7)}{number} plus" for number in range(6)]
 TASK = {
-    "task": "t_until",
-    "dataset_path": "o/questions",
-    "output_type": "generate_until",
-    "test_split": "test",
-    "doc_to_text": "question",
-    "doc_to_target": "answer",
+    "task": "t_until", "dataset_path": "o/questions", "output_type": "generate_until", "test_split": "test",
+    "doc_to_text": "question", "doc_to_target": "answer",
     "generation_kwargs": {"do_sample": False, "max_gen_toks": LIMIT},
-    "metric_list": [
-        {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
-    ],
-}
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
 GENERATION = {
     "task": "t_until", "kind": "generation", "metric": "exact_match,none", "dataset": "o/questions",
     "lm_eval_include": "mine",

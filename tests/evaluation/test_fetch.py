@@ -31,12 +31,8 @@ COMMIT = "a" * 40
 
 def row(task: str, dataset: str, **changes: Any) -> TaskConfig:
     base = {
-        "task": task,
-        "kind": "likelihood",
-        "metric": "acc,none",
-        "dataset": dataset,
-        "revision": COMMIT,
-    }
+        "task": task, "kind": "likelihood", "metric": "acc,none", "dataset": dataset, "revision": COMMIT,
+    }  # fmt: skip
     return validate(TaskConfig, base | changes, "row")
 
 

@@ -401,12 +401,8 @@ def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> 
         "[5/5] d: 10 items; 1 h 05 min so far, about 3 min left",
     ]
     assert [duration(s) for s in (0, 59.4, 60, 3599, 7500)] == [
-        "0 s",
-        "59 s",
-        "1 min",
-        "1 h 00 min",
-        "2 h 05 min",
-    ]
+        "0 s", "59 s", "1 min", "1 h 00 min", "2 h 05 min",
+    ]  # fmt: skip
 
 
 class _Model:

@@ -91,13 +91,9 @@ def test_expert_parallel_processes_evaluate_as_one(place: Path, tmp_path: Path) 
     ("config", "more", "message"),
     [
         ("cpu_2", ["--device-map", "auto"], "--device-map: works with one process"),
-        (
-            "cpu_2_fsdp2",
-            ["--batch-size", "auto"],
-            "shards the weights over 2; give a number",
-        ),
+        ("cpu_2_fsdp2", ["--batch-size", "auto"], "shards the weights over 2; give a number"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
     place: Path, tmp_path: Path, config: str, more: list[str], message: str
 ) -> None:

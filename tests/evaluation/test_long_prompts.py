@@ -84,24 +84,15 @@ def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -
     [
         (
             GENERATION | {"max_new_tokens": POSITIONS},
-            (
-                "task t_answers: max_new_tokens 40 leave no room for a prompt in the"
-                " model's 40 positions; lower"
-            ),
+            "task t_answers: max_new_tokens 40 leave no room for a prompt in the model's 40 positions; lower",
         ),
-        (
-            CODE | {"max_new_tokens": POSITIONS},
-            "task t_code: a prompt of .* do not fit the model's 40 positions",
-        ),
+        (CODE | {"max_new_tokens": POSITIONS}, "task t_code: a prompt of .* do not fit the model's 40 positions"),
         (
             likelihood(dataset="o/lengthy"),
-            (
-                "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be scored;"
-                " the model has 40 positions"
-            ),
+            "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be scored; the model has 40 positions",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_asked_at_all_is_refused_with_the_task(
     short: Any, place: Path, row: dict[str, Any], message: str
 ) -> None:

@@ -54,13 +54,9 @@ def test_prompts_are_the_questions_in_the_form_that_each_task_asks(
     plain = changed_suite(named_tasks("tiny", ["tiny_choice"]))
     plain = plain.model_copy(
         update={
-            "tasks": [
-                plain.tasks[0].model_copy(
-                    update={"chat_template": False, "num_fewshot": 1}
-                )
-            ]
+            "tasks": [plain.tasks[0].model_copy(update={"chat_template": False, "num_fewshot": 1})],
         }
-    )
+    )  # fmt: skip
     one, *_ = (
         tokenizer.decode(row) for row in suite_prompts(plain, root, tokenizer, 2)
     )

@@ -21,26 +21,16 @@ from tests.reference.tiny import tiny_model
 from tests.support import change_json, evaluate, user_error
 
 CHOICE = {
-    "dataset_path": "o/choice",
-    "output_type": "multiple_choice",
-    "test_split": "test",
-    "fewshot_split": "train",
-    "doc_to_text": "question",
-    "doc_to_choice": "choices",
-    "doc_to_target": "answer",
+    "dataset_path": "o/choice", "output_type": "multiple_choice", "test_split": "test", "fewshot_split": "train",
+    "doc_to_text": "question", "doc_to_choice": "choices", "doc_to_target": "answer",
     "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-}
+}  # fmt: skip
 ANSWERS = {
-    "dataset_path": "o/answers",
-    "output_type": "generate_until",
-    "test_split": "test",
-    "doc_to_text": "question",
+    "dataset_path": "o/answers", "output_type": "generate_until", "test_split": "test", "doc_to_text": "question",
     "doc_to_target": "answer",
     "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 4},
-    "metric_list": [
-        {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
-    ],
-}
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
     "t_choice": CHOICE,
     "t_answers": ANSWERS,
@@ -51,13 +41,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "t_median": CHOICE | {"metric_list": [{"metric": "acc", "aggregation": "median", "higher_is_better": True}]},
 }  # fmt: skip
 CODE = {
-    "task": "t_code",
-    "kind": "code",
-    "dataset": "o/code",
-    "max_new_tokens": 4,
-    "stop": [],
-    "timeout_s": 4.0,
-}
+    "task": "t_code", "kind": "code", "dataset": "o/code", "max_new_tokens": 4, "stop": [], "timeout_s": 4.0,
+}  # fmt: skip
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]], *splits: str) -> None:
@@ -160,14 +145,8 @@ def plain_lm_eval(
     manager = TaskManager(include_path=[str(place / "mine")], include_defaults=False)
     spec = {
         "group": "g",
-        "task": [
-            {
-                "task": task,
-                "dataset_path": str(place / "data" / data),
-                "num_fewshot": shots,
-            }
-        ],
-    }
+        "task": [{"task": task, "dataset_path": str(place / "data" / data), "num_fewshot": shots}],
+    }  # fmt: skip
     lm = HFLM(pretrained=copy.deepcopy(model), tokenizer=tiny_tokenizer(), batch_size=1)
     return lm_eval.simple_evaluate(lm, tasks=[spec], task_manager=manager, **options)
 
@@ -460,14 +439,9 @@ def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
     drafting = load_model(tmp_path / "model")
     assert drafting.generation_config.use_mtp
     rows = [
-        {
-            "task": "t_answers",
-            "kind": "generation",
-            "metric": "exact_match,none",
-            "dataset": "o/answers",
-        },
+        {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"},
         CODE,
-    ]
+    ]  # fmt: skip
     plan = {
         "data_root": str(place / "data"),
         "batch_size": 2,

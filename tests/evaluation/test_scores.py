@@ -100,16 +100,10 @@ def test_the_paired_error_ignores_what_is_hard_for_both() -> None:
     scores = [float(i % 2) for i in range(100)]
     row = paired(samples(scores), samples(scores))
     assert (
-        row["delta"],
-        row["delta_stderr"],
-        row["p_value"],
-        row["retained_percent"],
+        row["delta"], row["delta_stderr"], row["p_value"], row["retained_percent"],
     ) == (
-        0.0,
-        0.0,
-        1.0,
-        100.0,
-    )
+        0.0, 0.0, 1.0, 100.0,
+    )  # fmt: skip
     assert row["original_stderr"] > 0
 
 
@@ -365,12 +359,8 @@ def test_a_task_that_was_asked_or_answered_otherwise_is_refused(
     message: str,
 ) -> None:
     own = {
-        "task": "x",
-        "max_new_tokens": 256,
-        "temperature": 0.0,
-        "stop": None,
-        "thinking": None,
-    }
+        "task": "x", "max_new_tokens": 256, "temperature": 0.0, "stop": None, "thinking": None,
+    }  # fmt: skip
     a, b = (result({"x": [1, 0]}, chat_template=False) for _ in range(2))
     a["result"]["settings"]["suite"] = {"tasks": [own]}
     b["result"]["settings"] |= {"suite": {"tasks": [own | suite_row]}} | settings

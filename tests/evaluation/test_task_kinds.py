@@ -23,12 +23,8 @@ def test_every_kind_of_row_is_in_the_tables_of_kinds() -> None:
 
 def test_a_result_with_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     of_task: dict[str, Any] = {
-        "kind": "ranking",
-        "value": 0.5,
-        "stderr": None,
-        "num_items": 1,
-        "dataset": "mine",
-    }
+        "kind": "ranking", "value": 0.5, "stderr": None, "num_items": 1, "dataset": "mine",
+    }  # fmt: skip
     whole = result({"mine": [0.5]}, **of_task)["result"] | {"schema_version": 1}
     write_json(tmp_path / "results.json", whole)
     with user_error(

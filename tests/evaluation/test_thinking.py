@@ -281,16 +281,10 @@ def test_an_answer_that_quotes_a_mark_of_thoughts_has_none(
 
 
 CHOICE = {
-    "task": "letters",
-    "dataset_path": "o/letters",
-    "output_type": "multiple_choice",
-    "test_split": "test",
-    "fewshot_split": "test",
-    "doc_to_text": "question",
-    "doc_to_choice": ["A", "B"],
-    "doc_to_target": "answer",
+    "task": "letters", "dataset_path": "o/letters", "output_type": "multiple_choice", "test_split": "test",
+    "fewshot_split": "test", "doc_to_text": "question", "doc_to_choice": ["A", "B"], "doc_to_target": "answer",
     "metric_list": [{"metric": "acc"}],
-}
+}  # fmt: skip
 GENERATES = "{% if add_generation_prompt %}assistant:GENERATES{% endif %}"
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 HARMONY = "<|channel|>final<|message|>"

@@ -296,20 +296,14 @@ ENGINES = {
     "fsdp2": {
         "distributed_type": "FSDP",
         "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
         },
     },
     "zero3": {
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {
-            "zero_stage": 3,
-            "zero3_init_flag": False,
-            "gradient_accumulation_steps": "auto",
-        },
+        "deepspeed_config": {"zero_stage": 3, "zero3_init_flag": False, "gradient_accumulation_steps": "auto"},
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -329,13 +323,8 @@ def test_an_engine_on_one_nccl_rank_trains_what_a_plain_process_does(
     }
     config.write_text(yaml.safe_dump(common | ENGINES[engine]))
     launch = (
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(config),
-        "--main_process_port",
-        str(free_port()),
-    )
+        "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", str(free_port()),
+    )  # fmt: skip
     run("-m", "fcsd", "distill", str(bench.recipe("alone")))
     run(
         *launch, "-m", "fcsd", "distill", str(bench.recipe(engine)), OMP_NUM_THREADS="1"

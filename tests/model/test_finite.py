@@ -31,13 +31,9 @@ from tests.support import user_error
 WEIGHTS = "model.safetensors"
 EXPERT = "model.layers.2.mlp.experts.1.down_proj.weight"
 PLACES = [
-    EXPERT,
-    "model.layers.2.mlp.gate.weight",
-    "model.layers.2.mlp.gate.e_score_correction_bias",
-    "model.layers.3.input_layernorm.weight",
-    "model.embed_tokens.weight",
-    "lm_head.weight",
-]
+    EXPERT, "model.layers.2.mlp.gate.weight", "model.layers.2.mlp.gate.e_score_correction_bias",
+    "model.layers.3.input_layernorm.weight", "model.embed_tokens.weight", "lm_head.weight",
+]  # fmt: skip
 X = torch.randint(3, 99, (24, 16), generator=torch.Generator().manual_seed(0))
 
 

@@ -768,12 +768,8 @@ def test_the_trainings_of_a_sweep_share_a_launch_and_a_spread_teacher(
     bench: Bench, configuration: str, options: list[str]
 ) -> None:
     sweep = {
-        "batch_size_tokens": [128],
-        "learning_rate": [1e-3, 2e-3],
-        "steps": 2,
-        "warmup_steps": 1,
-        "last_steps": 1,
-    }
+        "batch_size_tokens": [128], "learning_rate": [1e-3, 2e-3], "steps": 2, "warmup_steps": 1, "last_steps": 1,
+    }  # fmt: skip
     assert launch(
         configuration, ["sweep", str(bench.recipe("two", sweep=sweep)), *options]
     ) == [0]
@@ -799,12 +795,8 @@ def test_a_model_from_scratch_is_that_of_the_first_rank(bench: Bench) -> None:
     }
     data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     train = {
-        "max_steps": 2,
-        "batch_size_tokens": 128,
-        "warmup_steps": 1,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-    }
+        "max_steps": 2, "batch_size_tokens": 128, "warmup_steps": 1, "learning_rate": 1e-3, "logging_steps": 1,
+    }  # fmt: skip
     plan = {
         "config": config,
         "tokenizer": str(bench.base),

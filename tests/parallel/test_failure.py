@@ -116,15 +116,8 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
     config = str(ROOT / "configs" / "cpu_2_fsdp2.yaml")
     recipe = str(bench.recipe("r"))
     command = (
-        *LAUNCH,
-        config,
-        "-m",
-        "fcsd",
-        "distill",
-        recipe,
-        "--set",
-        "train.max_steps=100000",
-    )
+        *LAUNCH, config, "-m", "fcsd", "distill", recipe, "--set", "train.max_steps=100000",
+    )  # fmt: skip
     with start(*command) as child:
         while child.poll() is None and not (checkpoints / "checkpoint-4").exists():
             time.sleep(0.05)

@@ -118,14 +118,10 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(
     data = [
         f"data.train.0.path={prepared / 'data' / 'train.jsonl'}",
         f"data.train.1.path={prepared / 'data' / 'text.jsonl'}",
-        f"data.heldout.path={prepared / 'data' / 'heldout.jsonl'}",
-        "data.heldout_examples=2",
-        "train.batch_size_tokens=512",
-        "train.per_device_train_batch_size=2",
-        "train.max_steps=1",
-        "train.warmup_steps=0",
-        "train.logging_steps=1",
-    ]
+        f"data.heldout.path={prepared / 'data' / 'heldout.jsonl'}", "data.heldout_examples=2",
+        "train.batch_size_tokens=512", "train.per_device_train_batch_size=2", "train.max_steps=1",
+        "train.warmup_steps=0", "train.logging_steps=1",
+    ]  # fmt: skip
     moe = [f"output_dir={tmp_path / 'moe'}", f"model.path={prepared / 'partitioned'}"]
     moe += [f"teacher.path={prepared / 'dense'}", *data]
     run("distill", str(EXAMPLE / "moe.yaml"), *(f"--set={change}" for change in moe))
@@ -160,13 +156,8 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(
     tasks = [row["task"] for row in suite["tasks"]]
     assert tasks[:4] == ["hellaswag", "piqa", "arc_easy", "own_text"]
     assert [*report["models"]] == [
-        "original",
-        "converted",
-        "calibrated",
-        "fcsd",
-        "sft",
-        "attention-half",
-    ]
+        "original", "converted", "calibrated", "fcsd", "sft", "attention-half",
+    ]  # fmt: skip
     for model in report["models"].values():
         assert [*model["result"]["tasks"]] == tasks
     told = capsys.readouterr().out
@@ -213,11 +204,6 @@ def test_the_front_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
         sum(change for change, _ in row["tasks"].values()) / 3
     )
     assert {
-        "./step.json",
-        "./overlap-60.json",
-        "./decode-step.json",
-        "./decode-times/1-15us-24sms.json",
-        "front/front.png",
-        "front/results/shared-none.json",
-        "front/scores/shared-none/results.json",
-    } <= names
+        "./step.json", "./overlap-60.json", "./decode-step.json", "./decode-times/1-15us-24sms.json",
+        "front/front.png", "front/results/shared-none.json", "front/scores/shared-none/results.json",
+    } <= names  # fmt: skip

@@ -185,18 +185,11 @@ def test_a_score_is_what_evaluate_gives(
         main(
             [
                 "distill",
-                str(
-                    recipe(
-                        bench,
-                        "r",
-                        metrics["likelihood"],
-                        train=TRAIN | {"max_steps": 1},
-                    )
-                ),
+                str(recipe(bench, "r", metrics["likelihood"], train=TRAIN | {"max_steps": 1})),
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     from fcsd.model.connectivity import load_model
 
     folder = bench.folder / "r" / "distill" / "model"

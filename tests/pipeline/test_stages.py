@@ -47,13 +47,9 @@ CONFIG = {
     "experts_implementation": "eager",
 }
 TRAIN = {
-    "max_steps": 4,
-    "batch_size_tokens": 512,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-3,
-    "warmup_steps": 1,
-    "logging_steps": 1,
-}
+    "max_steps": 4, "batch_size_tokens": 512, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+    "warmup_steps": 1, "logging_steps": 1,
+}  # fmt: skip
 
 
 def pipeline(folder: Path) -> dict[str, Any]:
@@ -194,13 +190,9 @@ def test_the_models_are_what_their_names_say(finished: Path) -> None:
     layers = {
         name: farskip_layers(load_model(run / name / "model"))
         for name in (
-            "pretrain",
-            "convert",
-            "distill",
-            "variants/sft",
-            "variants/last-50",
+            "pretrain", "convert", "distill", "variants/sft", "variants/last-50",
         )
-    }
+    }  # fmt: skip
     assert layers == {
         "pretrain": [], "convert": [0, 1], "distill": [0, 1], "variants/sft": [0, 1], "variants/last-50": [1],
     }  # fmt: skip
@@ -362,12 +354,8 @@ def test_a_stage_whose_folder_was_removed_is_run_again_alone(
 
 def test_a_learning_rate_that_diverges_loses_the_sweep(bench: Bench) -> None:
     sweep = {
-        "batch_size_tokens": [128],
-        "learning_rate": [1e30, 1e-3],
-        "steps": 3,
-        "warmup_steps": 0,
-        "last_steps": 1,
-    }
+        "batch_size_tokens": [128], "learning_rate": [1e30, 1e-3], "steps": 3, "warmup_steps": 0, "last_steps": 1,
+    }  # fmt: skip
     assert main(["sweep", str(bench.recipe("r", sweep=sweep))]) == 0
     result = json.loads((bench.folder / "r" / "sweep" / "sweep.json").read_text())
     assert [row["loss"] is None for row in result["candidates"]] == [False, True, False]
@@ -510,14 +498,10 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
         data=data | {"max_length": 32},
         variants={"sft": {"objective.name": "sft"}},
         sweep={
-            "batch_size_tokens": [64],
-            "learning_rate": [1e-3],
-            "steps": 2,
-            "warmup_steps": 0,
-            "last_steps": 1,
+            "batch_size_tokens": [64], "learning_rate": [1e-3], "steps": 2, "warmup_steps": 0, "last_steps": 1,
         },
         evaluation={"suite": str(suite), "batch_size": 4, "limit": 1},
-    )
+    )  # fmt: skip
     assert main(["run", str(recipe), "--set", "evaluation.layer_study=true"]) == 0
     assert requests == [("owner/name", "a" * 40)]
     assert hashed.count(bench.base) == 1

@@ -129,12 +129,8 @@ def test_a_path_is_relative_to_its_file_and_a_shipped_recipe_has_its_name(
 def test_a_suite_lies_beside_the_file_that_names_it(tmp_path: Path) -> None:
     write(tmp_path / "a" / "base.yaml", BASE | {"evaluation": {"suite": "mine.yaml"}})
     row = {
-        "task": "piqa",
-        "kind": "likelihood",
-        "metric": "acc,none",
-        "dataset": "baber/piqa",
-        "split": "validation",
-    }
+        "task": "piqa", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa", "split": "validation",
+    }  # fmt: skip
     write(tmp_path / "a" / "mine.yaml", {"name": "mine", "tasks": [row]})
     path = write(tmp_path / "new.yaml", {"extends": "a/base.yaml"})
     suite = load_recipe(path).evaluation.suite

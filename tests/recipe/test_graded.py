@@ -27,12 +27,8 @@ def load(tmp_path: Path, source: dict[str, Any], **sections: Any) -> None:
     ]
     path = tmp_path / "x.yaml"
     recipe = {
-        "name": "x",
-        "output_dir": "o",
-        "model": {"path": "m"},
-        "data": {"train": train},
-        **sections,
-    }
+        "name": "x", "output_dir": "o", "model": {"path": "m"}, "data": {"train": train}, **sections,
+    }  # fmt: skip
     path.write_text(yaml.safe_dump(recipe))
     load_recipe(path)
 

@@ -61,14 +61,10 @@ def test_set_changes_one_key_of_a_variant_and_leaves_the_others(
         tmp_path,
         MINIMAL
         | {
-            "train": {
-                "batch_size_tokens": 2048,
-                "learning_rate": 3e-4,
-                "warmup_steps": 0,
-            },
+            "train": {"batch_size_tokens": 2048, "learning_rate": 3e-4, "warmup_steps": 0},
             "variants": {name: {"train.learning_rate": 1e-4}},
         },
-    )
+    )  # fmt: skip
     recipe = load_recipe(path, [f"variants.{name}.train.max_steps=7"])
     train = recipe.variant(name).train
     assert (train.max_steps, train.learning_rate) == (7, 1e-4)
@@ -249,12 +245,8 @@ def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_be
 
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
-    "kl": ("temperature",),
-    "reverse_kl": ("temperature",),
-    "jsd": ("temperature", "jsd_beta"),
-    "sft": (),
-    "ce": (),
-}
+    "kl": ("temperature",), "reverse_kl": ("temperature",), "jsd": ("temperature", "jsd_beta"), "sft": (), "ce": (),
+}  # fmt: skip
 
 
 def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(
@@ -282,13 +274,9 @@ def test_a_variant_that_gives_a_key_of_another_objective_is_refused(
 @pytest.mark.parametrize(
     ("name", "temperature", "jsd_beta"),
     [
-        ("kl", 1.0, None),
-        ("reverse_kl", 1.0, None),
-        ("jsd", 1.0, 0.5),
-        ("sft", None, None),
-        ("ce", None, None),
+        ("kl", 1.0, None), ("reverse_kl", 1.0, None), ("jsd", 1.0, 0.5), ("sft", None, None), ("ce", None, None),
     ],
-)
+)  # fmt: skip
 def test_defaults_are_those_of_the_objective(
     name: str, temperature: float | None, jsd_beta: float | None
 ) -> None:
@@ -424,16 +412,10 @@ def test_a_mistake_is_one_line_that_names_the_key(
 # Each in the spelling of some family's configuration in transformers, or of a published
 # checkpoint.
 ROUTER_LOSSES = {
-    "router_aux_loss_coef": 1.0,
-    "aux_loss_coef": 0.01,
-    "aux_loss_alpha": 0.001,
-    "moe_aux_loss_coeff": 0.01,
-    "router_z_loss_coef": 0.001,
-    "moe_z_loss_coeff": 0.001,
-    "load_balance_coeff": 0.001,
-    "seq_aux": True,
+    "router_aux_loss_coef": 1.0, "aux_loss_coef": 0.01, "aux_loss_alpha": 0.001, "moe_aux_loss_coeff": 0.01,
+    "router_z_loss_coef": 0.001, "moe_z_loss_coeff": 0.001, "load_balance_coeff": 0.001, "seq_aux": True,
     "output_router_logits": True,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
@@ -585,20 +567,9 @@ def test_what_must_be_positive_is_not_zero_nor_below(
 @pytest.mark.parametrize(
     "name",
     [
-        "../../../x",
-        "a/b",
-        "..",
-        ".",
-        "",
-        ".x",
-        "-x",
-        "a b",
-        "ä",
-        "x\n",
-        "\\ud800",
-        "x" * 101,
+        "../../../x", "a/b", "..", ".", "", ".x", "-x", "a b", "ä", "x\n", "\\ud800", "x" * 101,
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("place", ["name", "variants"])
 def test_a_name_that_becomes_a_path_is_letters_digits_and_three_marks(
     tmp_path: Path, name: str, place: str

@@ -395,21 +395,10 @@ def _muse_spark(
 
 
 LAYERS: dict[str, Any] = {
-    "glm_moe_dsa": _glm_moe_dsa,
-    "afmoe": _afmoe,
-    "kolibri1": _kolibri,
-    "axk1": _axk1,
-    "inkling_text": _inkling,
-    "flex_olmo": _flex_olmo,
-    "cohere2_moe": _cohere2,
-    "beam": _beam,
-    "dbrx": _dbrx,
-    "jetmoe": _jetmoe,
-    "minimax": _minimax,
-    "gemma4_text": _gemma4,
-    **hyper.LAYERS,
-    "nemotron_h": block_streams,
-}
+    "glm_moe_dsa": _glm_moe_dsa, "afmoe": _afmoe, "kolibri1": _kolibri, "axk1": _axk1, "inkling_text": _inkling,
+    "flex_olmo": _flex_olmo, "cohere2_moe": _cohere2, "beam": _beam, "dbrx": _dbrx, "jetmoe": _jetmoe,
+    "minimax": _minimax, "gemma4_text": _gemma4, **hyper.LAYERS, "nemotron_h": block_streams,
+}  # fmt: skip
 """Model type -> `Layer`; `block_streams` where each layer is one branch."""
 
 WRAPPERS: dict[str, Layer] = {

@@ -31,35 +31,19 @@ COORDINATE = -1  # the axis of a followed tensor on which a map would act
 REST = ("", 0)  # stands for what is added beside the products of weights
 
 _SAME = {
-    aten._to_copy,
-    aten.clone,
-    aten.detach,
-    aten.alias,
-    aten.contiguous,
-    aten.lift_fresh,
-}
+    aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh,
+}  # fmt: skip
 _NO_VALUES = {
     aten.zeros_like, aten.empty_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_empty, aten.new_ones,
     aten.new_full, aten.zeros, aten.empty, aten.sym_size, aten.sym_stride, aten.is_same_size,
 }  # fmt: skip
 _ZERO = {aten.zeros_like, aten.new_zeros, aten.zeros}
 _ROWS = {
-    aten.index,
-    aten.index_select,
-    aten.repeat,
-    aten.cat,
-    aten.stack,
-    aten.index_put,
-    aten.slice_scatter,
-}
+    aten.index, aten.index_select, aten.repeat, aten.cat, aten.stack, aten.index_put, aten.slice_scatter,
+}  # fmt: skip
 _INTO = {
-    aten.index_add,
-    aten.index_add_,
-    aten.index_put_,
-    aten.scatter_add,
-    aten.scatter_add_,
-    aten.copy_,
-}
+    aten.index_add, aten.index_add_, aten.index_put_, aten.scatter_add, aten.scatter_add_, aten.copy_,
+}  # fmt: skip
 
 
 @dataclass

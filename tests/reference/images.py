@@ -11,26 +11,13 @@ from tests.reference.tiny.multimodal import IMAGE
 _VIDEO_PATCH = 3 * 2 * 4 * 4
 
 IMAGES: dict[str, tuple[int | None, int]] = {
-    "llama4": (None, 4),
-    "aria": (None, 4),
-    "qwen3_5_moe": (_VIDEO_PATCH, 4),
-    "minimax_m3_vl": (_VIDEO_PATCH, 4),
-    "dots3_note": (3 * 4 * 4, 4),
-    "glm4v_moe": (_VIDEO_PATCH, 4),
-    "step3p7": (None, 4),
-    "ernie4_5_vl_moe": (3 * 4 * 4, 4),
-    "gemma4": (3 * 4 * 4, 4),
-    "mistral_large4": (None, 4),
-    "muse_spark": (_VIDEO_PATCH, 4),
-    "inkling_mm_model": (_VIDEO_PATCH, 4),
-    "deepseek_ocr2": (None, 145),
-    "unlimited_ocr": (None, 7),
-    "qwen4_exp": (_VIDEO_PATCH, 4),
-    "hy_v4_vl": (3 * 4 * 4, 6),
-    "glm5_next": (_VIDEO_PATCH, 4),
-    "qwen3_vl_moe": (_VIDEO_PATCH, 4),
-    "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
-}
+    "llama4": (None, 4), "aria": (None, 4), "qwen3_5_moe": (_VIDEO_PATCH, 4), "minimax_m3_vl": (_VIDEO_PATCH, 4),
+    "dots3_note": (3 * 4 * 4, 4), "glm4v_moe": (_VIDEO_PATCH, 4), "step3p7": (None, 4),
+    "ernie4_5_vl_moe": (3 * 4 * 4, 4), "gemma4": (3 * 4 * 4, 4), "mistral_large4": (None, 4),
+    "muse_spark": (_VIDEO_PATCH, 4), "inkling_mm_model": (_VIDEO_PATCH, 4), "deepseek_ocr2": (None, 145),
+    "unlimited_ocr": (None, 7), "qwen4_exp": (_VIDEO_PATCH, 4), "hy_v4_vl": (3 * 4 * 4, 6),
+    "glm5_next": (_VIDEO_PATCH, 4), "qwen3_vl_moe": (_VIDEO_PATCH, 4), "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
+}  # fmt: skip
 """Wrapper -> (numbers in a patch; None if the processor gives whole images; tokens an image)."""
 
 

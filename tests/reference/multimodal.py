@@ -179,19 +179,11 @@ def _ernie(layer: Any, config: Any, x: Tensor, is_image: Tensor) -> Parts:
 
 
 MULTIMODAL_MOE: dict[str, Callable[..., Parts]] = {
-    "llama4": _llama4,
-    "aria": _aria,
-    "qwen3_5_moe": _qwen3_5,
-    "minimax_m3_vl": _minimax_m3,
-    "dots3_note": _sigmoid_groups,
-    "glm4v_moe": _sigmoid_groups,
-    "step3p7": _step3p7,
-    "ernie4_5_vl_moe": _ernie,
-    "deepseek_ocr2": _ocr,
-    "unlimited_ocr": _ocr,
-    "qwen3_vl_moe": _softmax_normalised,
+    "llama4": _llama4, "aria": _aria, "qwen3_5_moe": _qwen3_5, "minimax_m3_vl": _minimax_m3,
+    "dots3_note": _sigmoid_groups, "glm4v_moe": _sigmoid_groups, "step3p7": _step3p7, "ernie4_5_vl_moe": _ernie,
+    "deepseek_ocr2": _ocr, "unlimited_ocr": _ocr, "qwen3_vl_moe": _softmax_normalised,
     "qwen3_omni_moe_thinker": _softmax_normalised,
-}
+}  # fmt: skip
 
 
 ADAPTED = ADAPTED_WRAPPERS | {"gemma4": LAYERS["gemma4_text"]}

@@ -223,37 +223,15 @@ def _phimoe(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
-    "qwen3_moe": _qwen3_moe,
-    "qwen2_moe": _qwen2_moe,
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-    "instella_moe": _deepseek_v3,
-    "glm4_moe": _deepseek_v3,
-    "mixtral": _mixtral,
-    "olmoe": _qwen3_moe,
-    "llama4_text": _llama4,
-    "gpt_oss": _gpt_oss,
-    "granitemoe": _granite,
-    "granitemoeshared": _granite,
-    "granitemoe_swa": _granite,
-    "granitemoehybrid": _granite,
-    "axk2": _deepseek_v3,
-    "deepseek_v32": _deepseek_v3,
-    "dots1": _deepseek_v3,
-    "ernie4_5_moe": _ernie,
-    "exaone_moe": _deepseek_v3,
-    "glm4_moe_lite": _deepseek_v3,
-    "jamba": _jamba,
-    "lara_mini": _lara_mini,
-    "lfm2_moe": _lfm2,
-    "mellum": _qwen3_moe,
-    "mimo_v2_flash": _deepseek_v3,
-    "phimoe": _phimoe,
-    "qwen3_next": _qwen2_moe,
-    "sarvam_mla": _deepseek_v3,
-    "sarvam_moe": _deepseek_v3,
+    "qwen3_moe": _qwen3_moe, "qwen2_moe": _qwen2_moe, "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3,
+    "instella_moe": _deepseek_v3, "glm4_moe": _deepseek_v3, "mixtral": _mixtral, "olmoe": _qwen3_moe,
+    "llama4_text": _llama4, "gpt_oss": _gpt_oss, "granitemoe": _granite, "granitemoeshared": _granite,
+    "granitemoe_swa": _granite, "granitemoehybrid": _granite, "axk2": _deepseek_v3, "deepseek_v32": _deepseek_v3,
+    "dots1": _deepseek_v3, "ernie4_5_moe": _ernie, "exaone_moe": _deepseek_v3, "glm4_moe_lite": _deepseek_v3,
+    "jamba": _jamba, "lara_mini": _lara_mini, "lfm2_moe": _lfm2, "mellum": _qwen3_moe, "mimo_v2_flash": _deepseek_v3,
+    "phimoe": _phimoe, "qwen3_next": _qwen2_moe, "sarvam_mla": _deepseek_v3, "sarvam_moe": _deepseek_v3,
     "solar_open": _deepseek_v3,
-}
+}  # fmt: skip
 
 
 def _is_moe(layer: Any) -> bool:

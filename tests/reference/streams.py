@@ -340,13 +340,9 @@ WRAPPERS: dict[
 """The same for multimodal wrappers."""
 
 HEADS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
-    "deepseek_v4": _weighted_head,
-    "hy_v4": _weighted_head,
-    "hy_v4_vl": _weighted_head,
-    "qwen4_exp_text": _gated_head,
-    "qwen4_exp": _gated_head,
-    "glm5_next": _mean_head,
-}
+    "deepseek_v4": _weighted_head, "hy_v4": _weighted_head, "hy_v4_vl": _weighted_head, "qwen4_exp_text": _gated_head,
+    "qwen4_exp": _gated_head, "glm5_next": _mean_head,
+}  # fmt: skip
 """Model type -> what the LM head reads: (module with the layers, config, streams) ->
 B x T x D.
 """

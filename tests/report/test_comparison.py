@@ -73,13 +73,8 @@ def test_compare_prints_every_task_and_the_mean_or_json(
         if "|" in line
     ]
     assert [row[0] for row in rows] == [
-        "task",
-        "-" * 8,
-        "code",
-        "choice",
-        "mmlu",
-        "mean",
-    ]
+        "task", "-" * 8, "code", "choice", "mmlu", "mean",
+    ]  # fmt: skip
     assert rows[4][4:10] == [
         # two choices an item
         "66.7 ± 21.1 (floor)",

@@ -409,12 +409,8 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(
         browser.press("Tab")
         names.append(browser.value("document.activeElement.id"))
     assert names == [
-        "task",
-        "model",
-        "kind",
-        "text",
-        "next",
-    ], "every control is reached, in order"
+        "task", "model", "kind", "text", "next",
+    ], "every control is reached, in order"  # fmt: skip
     browser.value("document.getElementById('next').click()")
     browser.wait(f"{count}.endsWith('page 2 of 3')")
     browser.value("document.getElementById('text').focus()")
@@ -481,14 +477,10 @@ def test_in_a_browser_the_words_in_which_two_answers_differ_are_marked(
         whole, _ = result(name)
         samples = [
             {
-                "doc_id": key,
-                "doc_hash": key,
-                "prompt_hash": key,
-                "score": float(place),
-                "completion": texts[place],
+                "doc_id": key, "doc_hash": key, "prompt_hash": key, "score": float(place), "completion": texts[place],
             }
             for key, texts in answers.items()
-        ]
+        ]  # fmt: skip
         row = whole["tasks"]["code"] | {"num_items": len(answers)}
         both[name] = {
             "result": whole | {"tasks": {"code": row}},

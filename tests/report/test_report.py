@@ -71,12 +71,8 @@ def result(
         ]
     }
     settings = {
-        "limit": limit,
-        "dtype": "float32",
-        "device": "cpu",
-        "decoding": "greedy",
-        "suite": suite,
-    }
+        "limit": limit, "dtype": "float32", "device": "cpu", "decoding": "greedy", "suite": suite,
+    }  # fmt: skip
     whole = {
         "schema_version": SCHEMA_VERSION, "suite": "s", "model": name, "tasks": tasks, "mean": 0.5, "mean_stderr": 0.1,
         "settings": settings, "sandbox": {"landlock": "abi7"}, "wall_s": 1.0,
@@ -118,13 +114,8 @@ def run(recipe: Recipe) -> Path:
         evaluated(*result(name), folder / "evaluate" / name)
     config = {
         "num_hidden_layers": 4,
-        "farskip": {
-            "version": 1,
-            "layers": [2, 3],
-            "attention": "partial",
-            "mlp": "outdated",
-        },
-    }
+        "farskip": {"version": 1, "layers": [2, 3], "attention": "partial", "mlp": "outdated"},
+    }  # fmt: skip
     for place in ("convert", "distill"):
         (folder / place / "model").mkdir(parents=True)
         write_json(folder / place / "model" / "config.json", config)
@@ -173,13 +164,8 @@ def test_the_report_states_every_model_and_the_paired_differences(
         if "|" in line
     }
     assert rows["model"] == [
-        "rewired",
-        "training",
-        "code pass@1",
-        "choice acc",
-        "mean",
-        "KL to original",
-    ]
+        "rewired", "training", "code pass@1", "choice acc", "mean", "KL to original",
+    ]  # fmt: skip
     assert rows["original"] == ["0", "-", "75.0 ± 25.0", "50.0 ± 28.9", "50.0", "0"]
     assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.250"
     assert rows["fcsd"][:3] == [
@@ -393,12 +379,8 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
         rows = [MBPP | {"dataset": dataset}]
         suite.write_text(yaml.safe_dump({"name": "stopping", "tasks": rows}))
         stopping = {
-            "suite": str(suite),
-            "task": "mbpp_plus",
-            "every_steps": 5,
-            "patience": 2,
-            "min_delta": 0.02,
-        }
+            "suite": str(suite), "task": "mbpp_plus", "every_steps": 5, "patience": 2, "min_delta": 0.02,
+        }  # fmt: skip
         plan = Recipe.model_validate(recipe.dump() | {"early_stopping": stopping})
         write_report(plan, list(SCORES), run / "report")
         text = (run / "report" / "report.md").read_text()

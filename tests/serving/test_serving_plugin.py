@@ -96,13 +96,7 @@ def test_the_guide_names_the_families_that_are_served(plugin: Any) -> None:
         {"version": 2, "layers": [0], "attention": "partial", "mlp": "outdated"},
         {"version": "1", "layers": [0], "attention": "partial", "mlp": "outdated"},
         {"version": 1, "layers": [0], "attention": "partial"},
-        {
-            "version": 1,
-            "layers": [0],
-            "attention": "partial",
-            "mlp": "outdated",
-            "more": 1,
-        },
+        {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated", "more": 1},
         {"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"},
         {"version": 1, "layers": [0], "attention": "half", "mlp": "outdated"},
         {"version": 1, "layers": [0], "attention": "partial", "mlp": "late"},
@@ -116,7 +110,7 @@ def test_the_guide_names_the_families_that_are_served(plugin: Any) -> None:
         {"version": 1, "layers": ["0"], "attention": "partial", "mlp": "outdated"},
         {"version": 1, "layers": [1, 9], "attention": "partial", "mlp": "outdated"},
     ],
-)
+)  # fmt: skip
 def test_a_field_that_fcsd_refuses_is_refused_with_the_same_words(
     plugin: Any, field: Any
 ) -> None:

@@ -310,12 +310,8 @@ def test_a_kl_is_printed_with_four_significant_digits_however_small_it_is(
 
 def test_what_is_scored_is_said_in_words() -> None:
     code = {
-        "metric": "pass@1",
-        "kind": "code",
-        "task": "mine",
-        "dataset": "a/b",
-        "split": "test",
-    }
+        "metric": "pass@1", "kind": "code", "task": "mine", "dataset": "a/b", "split": "test",
+    }  # fmt: skip
     assert stopping_text({"task": code}) == "pass@1 on `a/b`, split `test`"
     # of a manifest of schema_version 1
     assert stopping_text(code) == "pass@1 on `a/b`, split `test`"

@@ -43,16 +43,9 @@ from tests.support import ROOT, Bench, arithmetic, edited_json, few, user_error
 __all__ = ["hub"]  # the fixture
 
 SETTINGS: dict[str, Any] = {
-    "max_steps": 6,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "max_length": 32,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_steps": 2,
-    "seed": 0,
-    "disable_tqdm": True,
-}
+    "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 32,
+    "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 2, "seed": 0, "disable_tqdm": True,
+}  # fmt: skip
 
 
 def other_optimizer() -> torch.optim.Optimizer:
@@ -125,12 +118,8 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(
     with open(bench.rows) as lines:
         rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
     settings = {
-        "max_steps": 12,
-        "max_length": 32,
-        "batch_size_tokens": 128,
-        "per_device_train_batch_size": 2,
-        **own,
-    }
+        "max_steps": 12, "max_length": 32, "batch_size_tokens": 128, "per_device_train_batch_size": 2, **own,
+    }  # fmt: skip
     arguments = FCSDConfig(
         output_dir=str(bench.folder / "python"), layers="all", learning_rate=1e-3, warmup_steps=2, seed=0,
         logging_steps=1, save_strategy="no", disable_tqdm=True, **settings,
@@ -811,12 +800,8 @@ def test_a_push_leaves_a_repository_that_loads(
     trainer.push_to_hub()
     files = hub.repos["me/tiny"].files
     assert {
-        "config.json",
-        "model.safetensors",
-        "modeling_farskip.py",
-        "tokenizer.json",
-        "README.md",
-    } <= files.keys()
+        "config.json", "model.safetensors", "modeling_farskip.py", "tokenizer.json", "README.md",
+    } <= files.keys()  # fmt: skip
     assert not any(name.startswith("checkpoint-") for name in files)
     card = files["README.md"].decode()
     assert 'from_pretrained("me/tiny", trust_remote_code=True)' in card

@@ -87,14 +87,10 @@ def recorded(event: str) -> Any:
     def call(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append(
             (
-                event,
-                state.global_step,
-                state.epoch,
-                control.should_save,
-                control.should_evaluate,
+                event, state.global_step, state.epoch, control.should_save, control.should_evaluate,
                 control.should_training_stop,
             )
-        )
+        )  # fmt: skip
         if self.stops == (event, state.global_step):
             control.should_training_stop = True
 

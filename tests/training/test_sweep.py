@@ -77,15 +77,10 @@ class Runner:
     def __call__(self, candidate: Candidate, train: TrainConfig, folder: Path) -> None:
         key = (candidate.batch_size_tokens, candidate.learning_rate)
         assert (
-            train.batch_size_tokens,
-            train.learning_rate,
-            train.max_steps,
-            train.warmup_steps,
+            train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps,
         ) == (
-            *key,
-            3,
-            1,
-        )
+            *key, 3, 1,
+        )  # fmt: skip
         if len(self.ran) == self.die_at:
             raise KeyboardInterrupt
         self.ran.append(key)
@@ -349,19 +344,11 @@ def test_a_candidate_continues_from_its_checkpoint_and_leaves_none(
 ) -> None:
     """At real sizes a candidate takes hours."""
     plan = {
-        "batch_size_tokens": [128],
-        "learning_rate": [1e-3],
-        "steps": 5,
-        "warmup_steps": 0,
-        "last_steps": 2,
-    }
+        "batch_size_tokens": [128], "learning_rate": [1e-3], "steps": 5, "warmup_steps": 0, "last_steps": 2,
+    }  # fmt: skip
     train = {
-        "max_steps": 5,
-        "batch_size_tokens": 128,
-        "learning_rate": 1e-3,
-        "warmup_steps": 0,
-        "save_steps": 2,
-    }
+        "max_steps": 5, "batch_size_tokens": 128, "learning_rate": 1e-3, "warmup_steps": 0, "save_steps": 2,
+    }  # fmt: skip
     command = ["sweep", str(bench.recipe("r", sweep=plan, train=train))]
     compute, steps = DistillTrainer.compute_loss, []
 

@@ -41,13 +41,9 @@ from tests.support import user_error
 LENGTH = 16
 VOCABULARY = 99
 SETTINGS: dict[str, Any] = {
-    "max_steps": 3,
-    "batch_size_tokens": 4 * LENGTH,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-3,
-    "warmup_steps": 0,
-    "logging_steps": 1,
-}
+    "max_steps": 3, "batch_size_tokens": 4 * LENGTH, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+    "warmup_steps": 0, "logging_steps": 1,
+}  # fmt: skip
 
 
 class Rows(torch.utils.data.Dataset):

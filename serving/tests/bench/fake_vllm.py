@@ -74,12 +74,8 @@ def serve():
     (HERE / "server").write_text(json.dumps({"row": name, "pid": os.getpid()}))
     times = os.environ.get("FCSD_SERVING_TIMES")
     spent = {
-        "schema_version": 1,
-        "collectives": 0,
-        "bytes": 0,
-        "total_s": 0.0,
-        "exposed_s": 0.0,
-    }
+        "schema_version": 1, "collectives": 0, "bytes": 0, "total_s": 0.0, "exposed_s": 0.0,
+    }  # fmt: skip
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -124,16 +120,10 @@ def write_trace(kernels):
     """Write a trace as torch's profiler writes it; times in microseconds."""
     events = [
         {
-            "ph": "X",
-            "cat": "kernel",
-            "name": name,
-            "ts": begin,
-            "dur": end - begin,
-            "pid": 0,
-            "tid": 7,
+            "ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "pid": 0, "tid": 7,
         }
         for name, begin, end in kernels
-    ]
+    ]  # fmt: skip
     folder = Path(json.loads(option("--profiler-config"))["torch_profiler_dir"])
     file = folder / "dp0_pp0_tp0_dcp0_ep0_rank0.17.pt.trace.json.gz"
     file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
@@ -160,31 +150,16 @@ def bench():
     scale = max(1, int(option("--seed")) // 1000)  # the round
     ttft, itl = figures["ttft"] * scale, figures["itl"] * scale
     result = {
-        "date": "20261122-141810",
-        "endpoint_type": "openai",
-        "backend": "openai",
-        "label": None,
-        "model_id": option("--model"),
-        "tokenizer_id": option("--model"),
-        "num_prompts": requests,
-        "request_rate": "inf",
-        "burstiness": 1.0,
-        "max_concurrency": requests,
+        "date": "20261122-141810", "endpoint_type": "openai", "backend": "openai", "label": None,
+        "model_id": option("--model"), "tokenizer_id": option("--model"), "num_prompts": requests,
+        "request_rate": "inf", "burstiness": 1.0, "max_concurrency": requests,
         "duration": figures.get("duration", {}).get(str(tokens), 0.24690129699592944),
-        "completed": requests,
-        "failed": 0,
-        "total_input_tokens": requests * int(option("--random-input-len")),
-        "total_output_tokens": requests * tokens,
-        "request_throughput": 16.2,
-        "request_goodput": None,
-        "output_throughput": 1000.0 / itl,
-        "total_token_throughput": 8424.4,
-        "latencies": [0.24] * requests,
-        "queue_times": [0.0001] * requests,
-        "max_output_tokens_per_s": 32.0,
-        "max_concurrent_requests": requests,
+        "completed": requests, "failed": 0, "total_input_tokens": requests * int(option("--random-input-len")),
+        "total_output_tokens": requests * tokens, "request_throughput": 16.2, "request_goodput": None,
+        "output_throughput": 1000.0 / itl, "total_token_throughput": 8424.4, "latencies": [0.24] * requests,
+        "queue_times": [0.0001] * requests, "max_output_tokens_per_s": 32.0, "max_concurrent_requests": requests,
         "rtfx": 0.0,
-    }
+    }  # fmt: skip
     for name, value in (("ttft", ttft), ("tpot", itl), ("itl", itl / 1000)):
         result |= {f"mean_{name}_ms": 9 * value, f"median_{name}_ms": value}
         result |= {f"std_{name}_ms": 1.0, f"p99_{name}_ms": 99 * value}

@@ -248,17 +248,9 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
         if line.startswith("| FarSkip, overlapped")
     )
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        *(
-            "FarSkip, overlapped",
-            "512",
-            "4",
-            "200 (100 to 300)",
-            "1.20",
-            "16 (8 to 24)",
-            "1.50",
-        ),
+        *("FarSkip, overlapped", "512", "4", "200 (100 to 300)", "1.20", "16 (8 to 24)", "1.50"),
         *("62.5 (41.7 to 125)", "1.50", "87.5 %", "50.0 %"),
-    ]
+    ]  # fmt: skip
     assert (
         "- stock, dual batch overlap, DeepEP for prefill: Dual-Batch Overlap is not"
         " supported" in printed
@@ -357,20 +349,16 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     figures = {
         "stock": FIGURES["stock"],
         "blocking": {
-            "ttft": 150.0,
-            "itl": 50.0,
-            "duration": {"1": 0.200, "8": 0.550},
+            "ttft": 150.0, "itl": 50.0, "duration": {"1": 0.200, "8": 0.550},
             "total": {"1": 2 * 0.040, "8": 2 * 0.180},
             "exposed": {"1": 2 * 0.040, "8": 2 * 0.180},
         },
         "overlapped": {
-            "ttft": 127.5,
-            "itl": 40.0,
-            "duration": {"1": 0.170, "8": 0.450},
+            "ttft": 127.5, "itl": 40.0, "duration": {"1": 0.170, "8": 0.450},
             "total": {"1": 2 * 0.040, "8": 2 * 0.180},
             "exposed": {"1": 2 * 0.010, "8": 2 * 0.080},
         },
-    }
+    }  # fmt: skip
     (place.bin / "figures.json").write_text(json.dumps(figures))
     tiny = tiny_config("qwen3_moe").to_dict()
     place.config("original", **tiny)
@@ -391,34 +379,14 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     ]
     assert cells == [
         [
-            "prefill",
-            "64",
-            "4",
-            *(
-                f"{title}, blocking",
-                "150",
-                "20.0 %",
-                "75.0 %",
-                "1.18",
-                "1.18",
-                f"times-{file}prefill-64.json",
-            ),
+            "prefill", "64", "4",
+            *(f"{title}, blocking", "150", "20.0 %", "75.0 %", "1.18", "1.18", f"times-{file}prefill-64.json"),
         ],
         [
-            "decode",
-            "64",
-            "4",
-            *(
-                f"{title}, blocking",
-                "50",
-                "40.0 %",
-                "50.0 %",
-                "1.25",
-                "1.25",
-                f"times-{file}decode-68.json",
-            ),
+            "decode", "64", "4",
+            *(f"{title}, blocking", "50", "40.0 %", "50.0 %", "1.25", "1.25", f"times-{file}decode-68.json"),
         ],
-    ]
+    ]  # fmt: skip
     assert (
         sorted(file.name for file in place.out.glob("times*"))
         == [line[-1] for line in cells][::-1]
@@ -730,14 +698,8 @@ def test_servers_of_sglang_are_measured_in_its_own_words(
     assert [call["row"] for call in serves] == ["stock", "blocking", "overlapped"]
     for call, model in zip(serves, ("original", "model", "model"), strict=True):
         flags = [
-            "--disable-radix-cache",
-            "--device",
-            "cpu",
-            "--tp-size",
-            "2",
-            "--ep-size",
-            "2",
-        ]
+            "--disable-radix-cache", "--device", "cpu", "--tp-size", "2", "--ep-size", "2",
+        ]  # fmt: skip
         assert call["serve"][:9] == [str(place.folder / model), *flags, "--host"]
     stock, blocking, overlapped = (call["environment"] for call in serves)
     # for its experts' sake, on a CPU
@@ -1015,19 +977,10 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (
-            "--comm=rccl",
-            (
-                "--comm: additional_config: fcsd.comm: must be one of blocking, stream,"
-                " nccl, c10d, timed"
-            ),
-        ),
+        ("--comm=rccl", "--comm: additional_config: fcsd.comm: must be one of blocking, stream, nccl, c10d, timed"),
         ("--serve-args=--port 8000", "--port is set by the benchmark; leave it out"),
         ("--prompt-tokens=512,x", "--prompt-tokens: 'x' is not a number"),
-        (
-            "--requests=8,x",
-            "--requests: 'x' is not a number; write for example 1,8,64",
-        ),
+        ("--requests=8,x", "--requests: 'x' is not a number; write for example 1,8,64"),
         ("--requests=8,8", "8 is given twice"),
         ("--requests=0", "--requests"),
         ("--rows=stock,stok", "rows"),
@@ -1035,7 +988,7 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
         ("--nodes=here", "--nodes: 2 ranks on 1 machine(s): give two or more"),
         ("--nodes=a,b,c", "--nodes: 2 ranks on 3 machine(s): give two or more"),
     ],
-)
+)  # fmt: skip
 def test_an_option_without_a_meaning_is_one_line(
     place: Place, capsys: pytest.CaptureFixture[str], option: str, said: str
 ) -> None:
@@ -1049,27 +1002,15 @@ def test_an_option_without_a_meaning_is_one_line(
     [
         (
             ["--rows=stock,wide_stock"],
-            (
-                "--rows: wide_stock belongs to another engine; SGLang has stock,"
-                " farskip_blocking,"
-            ),
+            "--rows: wide_stock belongs to another engine; SGLang has stock, farskip_blocking,",
         ),
-        (
-            ["--all2all=deepep_low_latency"],
-            "--all2all deepep_low_latency: applies to wide rows, which only vLLM has",
-        ),
+        (["--all2all=deepep_low_latency"], "--all2all deepep_low_latency: applies to wide rows, which only vLLM has"),
         (["--trace"], "--trace: works with vLLM's profiler only"),
-        (
-            ["--comm=stream"],
-            (
-                "--comm: FCSD_SERVING.comm: must be one of c10d, blocking, timed with"
-                " SGLang"
-            ),
-        ),
+        (["--comm=stream"], "--comm: FCSD_SERVING.comm: must be one of c10d, blocking, timed with SGLang"),
         (["--serve-args=--ep-size 1"], "--ep-size is set by the benchmark"),
         (["--serve-args=--dp-size 2"], "--dp-size is set by the benchmark"),
     ],
-)
+)  # fmt: skip
 def test_what_sglang_has_not_is_refused_in_a_line(
     place: Place, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:

@@ -11,12 +11,8 @@ from fcsd_bench.gains import find_limits, served_gains
 from fcsd_bench.rows import make_rows
 
 SETTINGS: dict[str, Any] = {
-    "comm": {},
-    "tensor_parallel": 2,
-    "requests": [4],
-    "output_tokens": 9,
-    "prompt_tokens": [100, 200],
-}
+    "comm": {}, "tensor_parallel": 2, "requests": [4], "output_tokens": 9, "prompt_tokens": [100, 200],
+}  # fmt: skip
 FIELD = {"version": 1, "layers": [46, 47], "attention": "partial", "mlp": "full"}
 CONFIG = {
     "model_type": "farskip_llama4",
@@ -73,14 +69,10 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
     (row,) = served_gains(SETTINGS, CONFIG, runs, traces)
     assert row["regular"] == "stock" and row["file"] == "times-prefill-100.json"
     known = {
-        "phase": "prefill",
-        "model_type": "llama4",
-        "num_layers": 48,
+        "phase": "prefill", "model_type": "llama4", "num_layers": 48,
         "connectivity": {"layers": [46, 47], "attention": "partial", "mlp": "full"},
-        "ranks": 2,
-        "batch": 4,
-        "length": 100,
-    }
+        "ranks": 2, "batch": 4, "length": 100,
+    }  # fmt: skip
     assert known.items() <= row["times"].items() and row["times"]["step_s"] == 0.44
     assert row["times"]["communication_s"] == pytest.approx(0.44 * 0.2)
     assert row["times"]["overlap"] == pytest.approx(0.75)

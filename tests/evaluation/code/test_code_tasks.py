@@ -34,13 +34,8 @@ ROW["code"] = "import math\n" + ROW["code"]
 
 def row(**changes: Any) -> CodeTaskConfig:
     base = {
-        "task": "t",
-        "kind": "code",
-        "metric": "pass@1",
-        "dataset": "o/d",
-        "max_new_tokens": 8,
-        "stop": [],
-    }
+        "task": "t", "kind": "code", "metric": "pass@1", "dataset": "o/d", "max_new_tokens": 8, "stop": [],
+    }  # fmt: skip
     return CodeTaskConfig.model_validate(base | changes)
 
 

@@ -118,19 +118,9 @@ OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
     "pairs": (
         "def pairs(n):\n    return [(i, i + 1) for i in range(n)]\n",
         [[1], [2], [0], [3], [4]],
-        [
-            [(0, 1)],
-            [(0, 1), (1, 2)],
-            [],
-            [(0, 1), (1, 2), (2, 3)],
-            [(0, 1), (1, 2), (2, 3), (3, 4)],
-        ],
+        [[(0, 1)], [(0, 1), (1, 2)], [], [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3), (3, 4)]],
     ),
-    "area": (
-        "def area(a, b):\n    return a * b\n",
-        [[2, 3], [1.5, 2], [0, 4], [7, 7]],
-        [6, 3.0, 0, 49],
-    ),
+    "area": ("def area(a, b):\n    return a * b\n", [[2, 3], [1.5, 2], [0, 4], [7, 7]], [6, 3.0, 0, 49]),
     "find_dissimilar": (
         "def find_dissimilar(a, b):\n    return tuple(set(a) ^ set(b))\n",
         [[(1, 2), (2, 3)], [(1,), (1,)], [(4, 5), ()], [(1, 2, 3), (3, 4)]],
@@ -141,7 +131,7 @@ OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
         [["ann"], ["bob"], ["eve"], [""]],
         [True, False, True, False],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -165,16 +165,12 @@ def test_the_environment_of_the_parent_is_not_there(
 @pytest.mark.parametrize(
     "body",
     [
-        "open({path!r}, 'w').write('x')",
-        "open({path!r}, 'a').write('x')",
-        "import os\nos.mkdir({path!r})",
-        "import os\nos.rename({kept!r}, {path!r})",
-        "import os\nos.unlink({kept!r})",
-        "import os\nos.truncate({kept!r}, 0)",
-        "import os\nos.link({kept!r}, 'here')\nopen('here', 'w').write('x')",
+        "open({path!r}, 'w').write('x')", "open({path!r}, 'a').write('x')", "import os\nos.mkdir({path!r})",
+        "import os\nos.rename({kept!r}, {path!r})", "import os\nos.unlink({kept!r})",
+        "import os\nos.truncate({kept!r}, 0)", "import os\nos.link({kept!r}, 'here')\nopen('here', 'w').write('x')",
         "import os\nos.symlink({kept!r}, 'here')\nopen('here', 'w').write('x')",
     ],
-)
+)  # fmt: skip
 def test_nothing_outside_the_job_s_folder_is_written(
     scorer: CodeScorer, tmp_path: Path, body: str
 ) -> None:
@@ -432,15 +428,11 @@ ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()
 @pytest.mark.parametrize(
     "code",
     [
-        "import os\nos._exit(0)",
-        "import sys\nsys.exit(0)",
-        "raise SystemExit(0)",
-        "import os\ndef f(x):\n    os._exit(0)",
-        "import sys\ndef f(x):\n    sys.exit(0)",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
-        "import ctypes\nctypes.string_at(0)",
+        "import os\nos._exit(0)", "import sys\nsys.exit(0)", "raise SystemExit(0)",
+        "import os\ndef f(x):\n    os._exit(0)", "import sys\ndef f(x):\n    sys.exit(0)",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "import ctypes\nctypes.string_at(0)",
     ],
-)
+)  # fmt: skip
 def test_ending_early_is_an_error_and_no_success(scorer: CodeScorer, code: str) -> None:
     assert run(scorer, code).outcome == "error"
 

@@ -225,14 +225,9 @@ time.sleep(9)
     "the strictest filter": "l.prctl(22, 1, 0, 0, 0)",
 }  # fmt: skip
 KINDS = {
-    "inodes": INODES,
-    "links": LINKS,
-    "fifos": FIFOS,
-    "mounts": MOUNTS,
-    "left files": LEFT,
-    "locks": LOCKS,
+    "inodes": INODES, "links": LINKS, "fifos": FIFOS, "mounts": MOUNTS, "left files": LEFT, "locks": LOCKS,
     "quotas": QUOTAS,
-}
+}  # fmt: skip
 ROWS = [
     pytest.param(
         body,
@@ -344,12 +339,8 @@ def test_a_hostile_program_changes_no_other_outcome(
     right = PROBLEM.canonical
     results = outcomes(scorer, [right, attack, check, attack, right, WRONG, check])
     assert [results[n] for n in (0, 2, 4, 5, 6)] == [
-        "passed",
-        "passed",
-        "passed",
-        "wrong",
-        "passed",
-    ], results
+        "passed", "passed", "passed", "wrong", "passed",
+    ], results  # fmt: skip
     assert {results[n] for n in (1, 3)} <= {"wrong", "error", "timeout", "memory"}
     assert scorer._servers[0].folder == server  # which has not been replaced
 

@@ -58,33 +58,25 @@ def _readable(path: Path) -> bool:
 
 
 ATTACKS = {
-    "socket": "import socket\nsocket.socket()",
-    "read": "open('/etc/passwd').read()",
+    "socket": "import socket\nsocket.socket()", "read": "open('/etc/passwd').read()",
     "parent's environment": "import os\nopen(f'/proc/{os.getppid() or 1}/environ').read()",
     "parent's memory": "import os\nopen(f'/proc/{os.getppid() or 1}/mem', 'r+b')",
-    "write": "open('OWN/new', 'w').write('x')",
-    "change": "open('OWN/file', 'a').write('x')",
-    "mode": "import os\nos.chmod('OWN/file', 0o777)",
-    "remove": "import os\nos.unlink('OWN/file')",
-    "spawn": "import os\nos.posix_spawn('/bin/true', ['true'], {})",
-    "fork": "import os\nos.fork() or os.pause()",
-    "memory": "bytearray(2 << 30)",
-    "above": "open('../fcsd_left', 'w')",
-    "list above": "import os\nos.listdir('..')",
+    "write": "open('OWN/new', 'w').write('x')", "change": "open('OWN/file', 'a').write('x')",
+    "mode": "import os\nos.chmod('OWN/file', 0o777)", "remove": "import os\nos.unlink('OWN/file')",
+    "spawn": "import os\nos.posix_spawn('/bin/true', ['true'], {})", "fork": "import os\nos.fork() or os.pause()",
+    "memory": "bytearray(2 << 30)", "above": "open('../fcsd_left', 'w')", "list above": "import os\nos.listdir('..')",
     "its folder's place": "import os\nos.rename(os.getcwd(), '../moved')",
     "lock": "import fcntl, os\nfcntl.flock(os.open('/usr/lib', 0), 2)",
     "core": "import ctypes\nassert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0",
     "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'.', b'tmpfs', 0, b'') == 0",
     "unmount": "import ctypes, os\nassert ctypes.CDLL(None).umount2(os.getcwd().encode(), 2) == 0",
     "disk": "for n in range(20): open(f'f{n}', 'wb').write(bytes(10 << 20))",
-    "kill the parent": "import os\nos.kill(os.getppid() or 1, 9)",
-    "kill the user's": "import os\nos.kill(VICTIM, 9)",
+    "kill the parent": "import os\nos.kill(os.getppid() or 1, 9)", "kill the user's": "import os\nos.kill(VICTIM, 9)",
     "kill by the kernel": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, VICTIM)",
     "kill all": "import os\nos.kill(-1, 9)",
-    "slow the user's": "import os\nos.setpriority(os.PRIO_USER, os.getuid(), 19)",
-    "exit": "import os\nos._exit(0)",
+    "slow the user's": "import os\nos.setpriority(os.PRIO_USER, os.getuid(), 19)", "exit": "import os\nos._exit(0)",
     "loop": "while True: pass",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -130,16 +130,9 @@ def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones
 @pytest.mark.parametrize(
     "text",
     [
-        "a = 1\0\n",
-        "-" * 9999 + "1\n",
-        "a.b" * 999 + "\n",
-        "(" * 250 + "\n",
-        "x = (\n",
-        "@x\n",
-        "\ud800\n",
-        "'''\n",
+        "a = 1\0\n", "-" * 9999 + "1\n", "a.b" * 999 + "\n", "(" * 250 + "\n", "x = (\n", "@x\n", "\ud800\n", "'''\n",
     ],
-)
+)  # fmt: skip
 def test_no_answer_breaks_or_stalls_the_search_for_its_program(text: str) -> None:
     """A program is found even before text that Python cannot parse, or parses only
     after a long time.

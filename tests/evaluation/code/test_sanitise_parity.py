@@ -143,12 +143,8 @@ def answers() -> list[tuple[str, str, str]]:
         made.append((f"{number} {form} of {name}", name, text))
     return [
         *made,
-        (
-            ONE_LINE,
-            "mean",
-            f"Sure:\n{fenced('def mean(xs): return sum(xs) / len(xs)')}",
-        ),
-    ]
+        (ONE_LINE, "mean", f"Sure:\n{fenced('def mean(xs): return sum(xs) / len(xs)')}"),
+    ]  # fmt: skip
 
 
 def passes(program: str, test: str) -> bool:

@@ -195,15 +195,8 @@ def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(
             assert own.keys() <= row.keys()
             # we have no `doc`, and do not keep whether a choice is the greedy one
             same = {
-                "doc_id",
-                "target",
-                "arguments",
-                "filter",
-                "doc_hash",
-                "prompt_hash",
-                "target_hash",
-                metric,
-            }
+                "doc_id", "target", "arguments", "filter", "doc_hash", "prompt_hash", "target_hash", metric,
+            }  # fmt: skip
             if task == "t_answers":
                 same = (same - {"arguments"}) | {"resps", "filtered_resps"}
                 assert (

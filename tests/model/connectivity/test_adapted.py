@@ -141,132 +141,82 @@ MUTANTS = {
         "carry and has_shared",
         ("afmoe", "kolibri1", "axk1", "inkling_text"),
     ),
-    "the average of shared and routed is forgotten": (
-        " * self.plan.shared_scale",
-        "",
-        ("cohere2_moe",),
-    ),
+    "the average of shared and routed is forgotten": (" * self.plan.shared_scale", "", ("cohere2_moe",)),
     "what the residual connection keeps is forgotten": (
         "rest = self.kept(1, rest)",
         "rest = self.after_attention",
         ("beam", "minimax", "gemma4_text"),
     ),
-    "a depth is taken for a factor": (
-        'if rule == "depth" else value',
-        "if False else value",
-        ("beam",),
-    ),
-    "a factor is taken for a depth": (
-        'if rule == "depth" else value',
-        "if True else value",
-        ("minimax",),
-    ),
+    "a depth is taken for a factor": ('if rule == "depth" else value', "if False else value", ("beam",)),
+    "a factor is taken for a depth": ('if rule == "depth" else value', "if True else value", ("minimax",)),
     "parallel: the MLP reads what attention reads": (
-        "x = self.normed_stream(self.o)",
-        "x = self.norm(family.in_norm, self.a)",
-        ("cohere2_moe",),
+        "x = self.normed_stream(self.o)", "x = self.norm(family.in_norm, self.a)", ("cohere2_moe",),
     ),
     "parallel: attention's output is in flight, too": (
-        "self.after_attention = self.o + out[0]",
-        "self.after_attention = self.o",
-        ("cohere2_moe",),
+        "self.after_attention = self.o + out[0]", "self.after_attention = self.o", ("cohere2_moe",),
     ),
     "post-norm: attention reads the full stream": (
-        "hidden_states = self.normed_stream(self.a)",
-        "hidden_states = self.normed_stream(self.o)",
+        "hidden_states = self.normed_stream(self.a)", "hidden_states = self.normed_stream(self.o)",
         ("flex_olmo", "minimax"),
     ),
     "post-norm: the MLP sees attention": (
         "            if self.plan.outdated:\n                x = ",
-        "            if self.plan.outdated:\n                _ = ",
-        ("flex_olmo", "minimax"),
+        "            if self.plan.outdated:\n                _ = ", ("flex_olmo", "minimax"),
     ),
     "post-norm: the norm before the MLP is left out": (
         "x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))",
-        "x = self.kept(0, self.normed_stream(self.o))",
-        ("minimax",),
+        "x = self.kept(0, self.normed_stream(self.o))", ("minimax",),
     ),
     "post-norm: the norm of the stream is left out": (
         "x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))",
-        "x = self.norm(family.mlp_norm, self.kept(0, self.o))",
-        ("minimax",),
+        "x = self.norm(family.mlp_norm, self.kept(0, self.o))", ("minimax",),
     ),
     "several readers: the last one is taken for the stream": (
-        "if self.after_attention is None:\n            self.after_attention = h",
-        "self.after_attention = h",
+        "if self.after_attention is None:\n            self.after_attention = h", "self.after_attention = h",
         ("gemma4_text",),
     ),
     "several readers: only the first reads the outdated stream": (
-        "for name in family.mlp_norm if several else",
-        "for name in family.mlp_norm[:1] if several else",
+        "for name in family.mlp_norm if several else", "for name in family.mlp_norm[:1] if several else",
         ("gemma4_text",),
     ),
     "norms inside a module: the module is called as it is": (
-        "norms = {family.norms: forward}",
-        "norms = {family.norms: self.norms}",
-        ("dbrx",),
+        "norms = {family.norms: forward}", "norms = {family.norms: self.norms}", ("dbrx",),
     ),
     "a second output: what is in flight is lost": (
-        "attention_input, kwargs[side] = kwargs[side]",
-        "_, kwargs[side] = kwargs[side]",
-        ("glm_moe_dsa",),
+        "attention_input, kwargs[side] = kwargs[side]", "_, kwargs[side] = kwargs[side]", ("glm_moe_dsa",),
     ),
     "blocks: a branch leaves the stream before the one before it": (
         "rest = self.o if self.family.layout == 'blocks' else",
-        "rest = self.a if self.family.layout == 'blocks' else",
-        ("nemotron_h",),
+        "rest = self.a if self.family.layout == 'blocks' else", ("nemotron_h",),
     ),
     "streams: attention reads all of them": (
-        "return self.connect(0, self.a, self.o)",
-        "return self.connect(0, self.o, self.o)",
-        STREAMS,
+        "return self.connect(0, self.a, self.o)", "return self.connect(0, self.o, self.o)", STREAMS,
     ),
     "streams: the MLP reads them unmixed": (
-        "return self.connect(1, self.kept(0, self.o), h)",
-        "return self.connect(1, self.o, h)",
-        MIXED,
+        "return self.connect(1, self.kept(0, self.o), h)", "return self.connect(1, self.o, h)", MIXED,
     ),
     "streams: the MLP sees attention": (
-        "return self.connect(1, self.kept(0, self.o), h)",
-        "return self.connect(1, h, h)",
-        STREAMS,
+        "return self.connect(1, self.kept(0, self.o), h)", "return self.connect(1, h, h)", STREAMS,
     ),
     "streams: the mix is computed from what the branch reads": (
-        'values["mix"] = self.connection(side, whole)["mix"]',
-        "pass",
-        MIXED,
+        'values["mix"] = self.connection(side, whole)["mix"]', "pass", MIXED,
     ),
-    "streams: the mix is not transposed": (
-        "mix.to(stream.dtype).transpose(-1, -2)",
-        "mix.to(stream.dtype)",
-        MIXED,
-    ),
-    "streams: those that attention reads are kept": (
-        'values["streams"] = whole',
-        "pass",
-        ("qwen4_exp_text",),
-    ),
+    "streams: the mix is not transposed": ("mix.to(stream.dtype).transpose(-1, -2)", "mix.to(stream.dtype)", MIXED),
+    "streams: those that attention reads are kept": ('values["streams"] = whole', "pass", ("qwen4_exp_text",)),
     "streams: a branch before attention reads all of them": (
         "getattr(self.layer, self.family.stream_branch)(self.a,",
-        "getattr(self.layer, self.family.stream_branch)(self.o,",
-        ("qwen4_exp_text",),
+        "getattr(self.layer, self.family.stream_branch)(self.o,", ("qwen4_exp_text",),
     ),
     "streams: a branch before attention is hidden from it": (
-        "self.a = self.o if whole else self.a + out",
-        "pass",
-        ("qwen4_exp_text",),
+        "self.a = self.o if whole else self.a + out", "pass", ("qwen4_exp_text",),
     ),
     "streams: the shared output is spread like that of attention": (
-        "self.spread(1, shared_output)",
-        "self.spread(0, shared_output)",
-        STREAMS,
+        "self.spread(1, shared_output)", "self.spread(0, shared_output)", STREAMS,
     ),
     "a second output: it is not handed on": (
-        "return (o, (partial, side_output))",
-        "return (o, (partial, kwargs[side]))",
-        ("glm_moe_dsa",),
+        "return (o, (partial, side_output))", "return (o, (partial, kwargs[side]))", ("glm_moe_dsa",),
     ),
-}
+}  # fmt: skip
 """What is wrong -> (text of the rewiring, what a mutant has in its place, families in
 which it must show).
 """
@@ -283,30 +233,21 @@ def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
 WRAPPER_MUTANTS = {
     "only the full stream is edited between layers": (
         "tuple((edit(model, stream, *args) for stream in hidden_states))",
-        "(edit(model, hidden_states[0], *args), hidden_states[1])",
-        "qwen3_vl_moe",
+        "(edit(model, hidden_states[0], *args), hidden_states[1])", "qwen3_vl_moe",
     ),
     "the gate's share of the stream is forgotten": (
-        "return value(stream, torch.zeros_like(stream))",
-        "return stream",
-        "muse_spark",
+        "return value(stream, torch.zeros_like(stream))", "return stream", "muse_spark",
     ),
     "the gate of the other sum is taken": (
-        "self.family.residual_names[side]",
-        "self.family.residual_names[1 - side]",
-        "muse_spark",
+        "self.family.residual_names[side]", "self.family.residual_names[1 - side]", "muse_spark",
     ),
     "a second output: what is in flight is lost": (
-        "attention_input, kwargs[side] = kwargs[side]",
-        "_, kwargs[side] = kwargs[side]",
-        "mistral_large4",
+        "attention_input, kwargs[side] = kwargs[side]", "_, kwargs[side] = kwargs[side]", "mistral_large4",
     ),
     "which tokens are pieces of images is forgotten": (
-        "args = (self.arguments.get(family.moe_argument),)",
-        "args = ()",
-        "ernie4_5_vl_moe",
+        "args = (self.arguments.get(family.moe_argument),)", "args = ()", "ernie4_5_vl_moe",
     ),
-}
+}  # fmt: skip
 """As `MUTANTS`, with a multimodal wrapper each."""
 
 

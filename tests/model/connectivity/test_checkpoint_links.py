@@ -83,13 +83,9 @@ READERS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        "LICENSE",
-        "tokenizer_x.json",
-        "tokenizer.json",
-        "config.json",
-        "additional_chat_templates",
+        "LICENSE", "tokenizer_x.json", "tokenizer.json", "config.json", "additional_chat_templates",
     ],
-)
+)  # fmt: skip
 def test_a_link_out_of_a_checkpoint_is_refused_by_name_and_nothing_is_written(
     made: Path, tmp_path: Path, reader: str, name: str
 ) -> None:

@@ -145,19 +145,11 @@ def test_amds_published_instella_keeps_its_layers_and_gate(tmp_path: Path) -> No
 # Each as on the command line; `OUT` is the folder without weights, `NEW` a folder to
 # create.
 READERS = [
-    "convert OUT NEW",
-    "unconvert OUT NEW",
-    "dequantize OUT NEW",
-    "quantize OUT NEW",
-    "convert OUT NEW --format amd",
-    "calibrate OUT NEW --text TEXT",
-    "evaluate OUT --suite tiny --output NEW",
-    "evaluate OUT --suite tiny --output NEW --server http://127.0.0.1:9",
-    "layers OUT --text TEXT --output NEW",
-    "chat OUT",
-    "push OUT owner/name --dry-run NEW",
-    "distill RECIPE",
-]
+    "convert OUT NEW", "unconvert OUT NEW", "dequantize OUT NEW", "quantize OUT NEW", "convert OUT NEW --format amd",
+    "calibrate OUT NEW --text TEXT", "evaluate OUT --suite tiny --output NEW",
+    "evaluate OUT --suite tiny --output NEW --server http://127.0.0.1:9", "layers OUT --text TEXT --output NEW",
+    "chat OUT", "push OUT owner/name --dry-run NEW", "distill RECIPE",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", READERS)

@@ -298,12 +298,8 @@ def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pic
 
 
 DECLARED = (
-    "LlamaTokenizerFast",
-    "PreTrainedTokenizerFast",
-    "Qwen2Tokenizer",
-    "GPT2TokenizerFast",
-    None,
-)
+    "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", None,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,11 @@ MORE = {
     "bailing_hybrid": ["model.layers.42.", "model.layers.4."],
     "deepseek_v32": ["model.layers.61."],
     "dots3_note_text": ["model.layers.46.", "model.mtp."],
-    "ernie4_5_moe": ["model.mtp_block.0."],
-    "exaone_moe": ["mtp.layers.0."],
-    "glm4_moe_lite": ["model.layers.47."],
-    "glm_moe_dsa": ["model.layers.78."],
-    "hy_v3": ["model.layers.80."],
-    "inkling_text": ["model.mtp.layers.0."],
-    "mellum": ["mtp.layers.0."],
-    "mimo_v2_flash": ["model.mtp.layers.0."],
-    "minimax_m3_vl_text": ["model.mtp.0."],
+    "ernie4_5_moe": ["model.mtp_block.0."], "exaone_moe": ["mtp.layers.0."], "glm4_moe_lite": ["model.layers.47."],
+    "glm_moe_dsa": ["model.layers.78."], "hy_v3": ["model.layers.80."], "inkling_text": ["model.mtp.layers.0."],
+    "mellum": ["mtp.layers.0."], "mimo_v2_flash": ["model.mtp.layers.0."], "minimax_m3_vl_text": ["model.mtp.0."],
     "qwen3_5_moe_text": ["mtp.layers.0.", "model.visual.blocks.0."],
-}
+}  # fmt: skip
 CASES = [
     *((family, prefix) for family, places in PLACES.items() for prefix in places),
     *(

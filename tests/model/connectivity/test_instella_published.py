@@ -273,12 +273,8 @@ def published_bench(tmp_path):
     with other weights.
     """
     ids = {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "vocab_size": 300,
-        "moe_intermediate_size": 16,
-    }
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 300, "moe_intermediate_size": 16,
+    }  # fmt: skip
     for name, seed in (("amd", 7), ("teacher", 8)):
         config = published_config(**ids)
         write_published(tmp_path / name, published_tensors(config, seed), **ids)

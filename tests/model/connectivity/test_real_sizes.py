@@ -38,29 +38,17 @@ EXACT = {  # the Hub's number, and what it includes that is not a parameter of t
 }
 
 MOE_LAYERS = {
-    "DeepSeek-V2-Lite": range(1, 27),
-    "DeepSeek-V3": range(3, 61),
-    "Qwen3-30B-A3B": range(48),
-    "Qwen3-235B-A22B": range(94),
-    "Llama-4-Scout-17B-16E": range(48),
-    "Mixtral-8x7B-v0.1": range(32),
-    "OLMoE-1B-7B-0924": range(16),
-    "gpt-oss-20b": range(24),
-    "GLM-4.5-Air": range(1, 46),
+    "DeepSeek-V2-Lite": range(1, 27), "DeepSeek-V3": range(3, 61), "Qwen3-30B-A3B": range(48),
+    "Qwen3-235B-A22B": range(94), "Llama-4-Scout-17B-16E": range(48), "Mixtral-8x7B-v0.1": range(32),
+    "OLMoE-1B-7B-0924": range(16), "gpt-oss-20b": range(24), "GLM-4.5-Air": range(1, 46),
     "Moonlight-16B-A3B": range(1, 27),
-}
+}  # fmt: skip
 LAST_75_PERCENT = {
-    "DeepSeek-V2-Lite": range(7, 27),
-    "DeepSeek-V3": range(15, 61),
-    "Qwen3-30B-A3B": range(12, 48),
-    "Qwen3-235B-A22B": range(23, 94),
-    "Llama-4-Scout-17B-16E": range(12, 48),
-    "Mixtral-8x7B-v0.1": range(8, 32),
-    "OLMoE-1B-7B-0924": range(4, 16),
-    "gpt-oss-20b": range(6, 24),
-    "GLM-4.5-Air": range(11, 46),
+    "DeepSeek-V2-Lite": range(7, 27), "DeepSeek-V3": range(15, 61), "Qwen3-30B-A3B": range(12, 48),
+    "Qwen3-235B-A22B": range(23, 94), "Llama-4-Scout-17B-16E": range(12, 48), "Mixtral-8x7B-v0.1": range(8, 32),
+    "OLMoE-1B-7B-0924": range(4, 16), "gpt-oss-20b": range(6, 24), "GLM-4.5-Air": range(11, 46),
     "Moonlight-16B-A3B": range(7, 27),
-}
+}  # fmt: skip
 
 
 def _glm_mtp(model):

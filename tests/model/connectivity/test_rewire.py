@@ -37,17 +37,9 @@ SINKS = (
     "mimo_v2_flash",
 )
 RECURRENT = (
-    *(
-        "bailing_hybrid",
-        "granitemoehybrid",
-        "inkling_text",
-        "jamba",
-        "kimi_linear",
-        "lara_mini",
-    ),
-    *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"),
-    *("nemotron_h", "qwen4_exp_text"),
-)
+    *("bailing_hybrid", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lara_mini"),
+    *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"), *("nemotron_h", "qwen4_exp_text"),
+)  # fmt: skip
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]
 
@@ -438,12 +430,7 @@ MUTANTS = {
         "return rest + shared_output",
         "return rest",
         (
-            "qwen2_moe",
-            "deepseek_v2",
-            "granitemoeshared",
-            "granitemoehybrid",
-            "qwen3_next",
-            "hunyuan_v1_moe",
+            "qwen2_moe", "deepseek_v2", "granitemoeshared", "granitemoehybrid", "qwen3_next", "hunyuan_v1_moe",
             "nemotron_h",
         ),
     ),
@@ -454,13 +441,10 @@ MUTANTS = {
     ),
     "the sigmoid gate is forgotten": (
         "shared.output = multiply(gate, shared.output)\n        return shared.output",
-        "return multiply(gate, shared.output)",
-        ("qwen2_moe", "qwen3_next"),
+        "return multiply(gate, shared.output)", ("qwen2_moe", "qwen3_next"),
     ),
     "Llama 4's routed output is added into what was caught": (
-        "(self.output + routed).to",
-        "self.output.add_(routed).to",
-        ("llama4_text",),
+        "(self.output + routed).to", "self.output.add_(routed).to", ("llama4_text",),
     ),
     "a dense layer leaves its output in flight": (
         "return is_moe and farskip['attention'] == 'partial'",
@@ -472,7 +456,7 @@ MUTANTS = {
         "carry = k + 1 < len(stack) and",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
-}
+}  # fmt: skip
 """What is wrong -> (text of the rewiring, what a mutant has in its place, families in
 which it must show).
 """

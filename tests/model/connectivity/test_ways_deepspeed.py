@@ -88,14 +88,10 @@ def zero3(rank, cases):
                 optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
                 config={
                     "train_micro_batch_size_per_gpu": 2,
-                    "zero_optimization": {
-                        "stage": 3,
-                        "stage3_param_persistence_threshold": 0,
-                    },
-                    "zero_allow_untested_optimizer": True,
-                    "zero_force_ds_cpu_optimizer": False,
+                    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
                 },
-            )
+            )  # fmt: skip
             assert farskip_layers(engine.module) == [0, 1, 2, 3]
             with user_error("DeepSpeedEngine: not a transformers model"):
                 convert_model(engine, Connectivity("all"))

@@ -47,13 +47,9 @@ def places(tmp_path):
         )
         folder = str(tmp_path / "offloaded")
         return (
-            {
-                "device_map": "auto",
-                "max_memory": {"cpu": memory},
-                "offload_folder": folder,
-            },
+            {"device_map": "auto", "max_memory": {"cpu": memory}, "offload_folder": folder},
             {"device_map": layers | others, "offload_folder": folder},
-        )
+        )  # fmt: skip
 
     return options
 

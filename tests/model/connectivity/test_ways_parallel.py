@@ -177,16 +177,12 @@ def plans(rank, folder, families, ways):
     options = {
         "tp": lambda: {"distributed_config": DistributedConfig(tp_size=2)},
         "ep all_reduce": lambda: {
-            "distributed_config": DistributedConfig(
-                tp_size=2, ep_size=2, ep_implementation="all_reduce"
-            )
+            "distributed_config": DistributedConfig(tp_size=2, ep_size=2, ep_implementation="all_reduce"),
         },
         "ep all_to_all": lambda: {
-            "distributed_config": DistributedConfig(
-                fsdp_size=2, ep_size=2, ep_implementation="all_to_all"
-            )
+            "distributed_config": DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="all_to_all"),
         },
-    }
+    }  # fmt: skip
 
     def outcome(family, way, rewired):
         connectivity = Connectivity("all") if rewired else None

@@ -36,9 +36,5 @@ def test_text_is_two_markdown_tables_with_a_line_each():
     )
     cells = [cell.strip() for cell in deepseek.strip("|").split("|")]
     assert cells == [
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        "yes",
-        "first_k_dense_replace",
-        "written by hand",
-    ]
+        "deepseek_v3", "DeepseekV3ForCausalLM", "yes", "first_k_dense_replace", "written by hand",
+    ]  # fmt: skip

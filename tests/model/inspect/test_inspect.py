@@ -162,15 +162,9 @@ def test_a_real_model_is_described(tmp_path):
         for name, row in facts["selections"].items()
     }
     assert chosen == {
-        "all": ([0], 61, 58),
-        "moe": ([3], 58, 58),
-        "first:50%": ([0], 31, 28),
-        "first:75%": ([0], 46, 43),
-        "first:90%": ([0], 55, 52),
-        "last:50%": ([30], 31, 31),
-        "last:75%": ([15], 46, 46),
-        "last:90%": ([6], 55, 55),
-    }
+        "all": ([0], 61, 58), "moe": ([3], 58, 58), "first:50%": ([0], 31, 28), "first:75%": ([0], 46, 43),
+        "first:90%": ([0], 55, 52), "last:50%": ([30], 31, 31), "last:75%": ([15], 46, 46), "last:90%": ([6], 55, 55),
+    }  # fmt: skip
     number = 671_026_404_352
     assert facts["memory"]["serve"]["weights_bytes"] == 2 * number
     cache = facts["memory"]["serve"]["cache"]

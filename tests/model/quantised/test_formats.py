@@ -72,13 +72,7 @@ POWERS = 2.0 ** torch.floor(torch.log2(largest(32) / 6))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] = {
     f"int{bits} {'symmetric' if symmetric else 'with zero points'}": (
         "PackedQuantizationCompressor",
-        {
-            "num_bits": bits,
-            "type": "int",
-            "strategy": "group",
-            "group_size": 32,
-            "symmetric": symmetric,
-        },
+        {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric},
         integers(bits, symmetric),
         formats.packed_integers,
         None,
@@ -102,13 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] 
     ),
     "mxfp8": (
         "MXFP8QuantizationCompressor",
-        {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": torch.uint8,
-        },
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
         {"weight_scale": POWERS},
         formats.scaled,
         None,
@@ -129,12 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] 
     ),
     "fp8 of blocks, the last of them partial": (
         "FloatQuantizationCompressor",
-        {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "block",
-            "block_structure": [16, 64],
-        },
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 64]},
         {"weight_scale": torch.linspace(0.005, 0.02, 6).view(3, 2)},
         formats.scaled,
         (16, 64),
@@ -146,7 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, Any]] 
         formats.scaled,
         None,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -36,14 +36,10 @@ MLA = MLP | {
     "num_attention_heads": 4, "num_key_value_heads": 4,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": MLP | {"head_dim": 64},
-    "qwen2_moe": MLP | {"shared_expert_intermediate_size": 128},
-    "mixtral": MLP | {"head_dim": 64},
-    "olmoe": MLP | {"num_key_value_heads": 4},
-    "deepseek_v3": MLA,
-    "instella_moe": MLA,
-    "glm4_moe": MLP | {"head_dim": 64},
-}
+    "qwen3_moe": MLP | {"head_dim": 64}, "qwen2_moe": MLP | {"shared_expert_intermediate_size": 128},
+    "mixtral": MLP | {"head_dim": 64}, "olmoe": MLP | {"num_key_value_heads": 4}, "deepseek_v3": MLA,
+    "instella_moe": MLA, "glm4_moe": MLP | {"head_dim": 64},
+}  # fmt: skip
 IDS = torch.arange(3, 35).reshape(2, 16)
 
 

@@ -29,14 +29,8 @@ def event(
 ) -> dict:
     args = {} if correlation is None else {"correlation": correlation}
     return {
-        "ph": "X",
-        "name": name,
-        "ts": ts,
-        "dur": dur,
-        "cat": cat,
-        "tid": tid,
-        "args": args,
-    }
+        "ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid, "args": args,
+    }  # fmt: skip
 
 
 def test_of_a_gpus_trace_link_kernels_count_as_hidden_where_others_run() -> None:

@@ -21,12 +21,8 @@ def test_llama_4_trains_spread_over_ranks_what_one_process_trains(bench: Bench) 
     for file in (*bench.base.glob("*token*"), *bench.base.glob("chat_template*")):
         shutil.copy(file, folder)
     train = {
-        "max_steps": 4,
-        "batch_size_tokens": 128,
-        "learning_rate": 1e-3,
-        "warmup_steps": 1,
-        "logging_steps": 1,
-    }
+        "max_steps": 4, "batch_size_tokens": 128, "learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1,
+    }  # fmt: skip
     changes = {"model": {"path": str(folder)}, "train": train}
     commands = [
         ["distill", str(bench.recipe(overlap, **changes)), *EP, "--overlap", overlap]

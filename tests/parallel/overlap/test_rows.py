@@ -152,16 +152,9 @@ def counted(num_experts: int, top_k: int, ranks: int, groups: tuple[int, int]) -
 @pytest.mark.parametrize(
     ("ranks", "groups"),
     [
-        (2, (1, 1)),
-        (4, (1, 1)),
-        (12, (1, 1)),
-        (4, (4, 2)),
-        (2, (4, 2)),
-        (12, (4, 3)),
-        (3, (6, 4)),
-        (4, (3, 3)),
+        (2, (1, 1)), (4, (1, 1)), (12, (1, 1)), (4, (4, 2)), (2, (4, 2)), (12, (4, 3)), (3, (6, 4)), (4, (3, 3)),
     ],
-)
+)  # fmt: skip
 def test_the_rows_of_a_token_are_the_ranks_of_its_experts(
     top_k: int, ranks: int, groups: tuple[int, int]
 ) -> None:

@@ -15,12 +15,8 @@ def test_a_trace_shows_both_models_and_what_the_rewired_one_starts(
     recipe, folder = str(bench.recipe()), bench.folder / "traces"
     assert launch("cpu_2_ep", ["trace", recipe, *EP, "--output", str(folder)]) == [0]
     names = {
-        "farskip.json",
-        "overlap.json",
-        "overlap.png",
-        "regular.json",
-        "times.json",
-    }
+        "farskip.json", "overlap.json", "overlap.png", "regular.json", "times.json",
+    }  # fmt: skip
     assert {path.name for path in folder.iterdir()} == names
     measured = json.loads((folder / "overlap.json").read_text())
     assert measured["regular"]["all"]["total"] > 0

@@ -29,18 +29,13 @@ _GEMMA4 = {
     "moe_intermediate_size": 704,
 }
 _QWEN4 = {
-    "indexer_n_heads": 16,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 128,
-    "indexer_budget": 2048,
+    "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000000.0,
-        "partial_rotary_factor": 0.25,
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
         "mrope_section": [11, 11, 10],
     },
-}
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layers_block_type": [

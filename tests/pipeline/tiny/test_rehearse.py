@@ -192,17 +192,11 @@ def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
     assert (
         main(
             [
-                "distill",
-                str(path),
-                "--rehearse",
-                str(folder),
-                "--set",
-                "sweep=null",
-                *options,
+                "distill", str(path), "--rehearse", str(folder), "--set", "sweep=null", *options,
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     place = (
         folder
         / "run"
@@ -248,13 +242,8 @@ def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
             continue  # another coefficient of the same loss
         seen.add(kind)
         options = [
-            "--set",
-            "early_stopping=null",
-            "--set",
-            "data.decontaminate=null",
-            "--variant",
-            variant,
-        ]
+            "--set", "early_stopping=null", "--set", "data.decontaminate=null", "--variant", variant,
+        ]  # fmt: skip
         assert (
             distilled(path, tmp_path / "r", *FEW_MICRO_BATCHES, *options)["steps"] == 2
         )
@@ -314,12 +303,8 @@ def test_every_recipe_of_a_trace_runs_at_tiny_size(path: Path, tmp_path: Path) -
     assert launch("cpu_2_ep", ["trace", str(path), *options, *EP]) == [0]
     # The random weights are gone.
     assert {file.name for file in folder.iterdir()} == {
-        "regular.json",
-        "farskip.json",
-        "overlap.json",
-        "overlap.png",
-        "times.json",
-    }
+        "regular.json", "farskip.json", "overlap.json", "overlap.png", "times.json",
+    }  # fmt: skip
     measured = read_json(folder / "overlap.json")
     assert all(measured[model]["step_s"] > 0 for model in ("regular", "farskip"))
     names = [

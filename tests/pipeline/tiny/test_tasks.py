@@ -21,12 +21,8 @@ from fcsd.pipeline.tiny.tasks import write_tiny_data
 from tests.support import user_error
 
 SIZES = {
-    "num_train": 3000,
-    "num_distill": 1000,
-    "num_heldout": 60,
-    "num_validation": 40,
-    "num_test": 120,
-}
+    "num_train": 3000, "num_distill": 1000, "num_heldout": 60, "num_validation": 40, "num_test": 120,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +170,8 @@ def test_code_rows_have_the_columns_of_mbpp_plus(folder: Path) -> None:
     assert len(loaded["test"]) == SIZES["num_test"]
     first = loaded["test"][0]
     assert set(first) == {
-        "task_id",
-        "prompt",
-        "code",
-        "test_imports",
-        "test_list",
-        "test",
-    }
+        "task_id", "prompt", "code", "test_imports", "test_list", "test",
+    }  # fmt: skip
     assert isinstance(first["task_id"], int) and len(first["test_list"]) == 3
 
 

@@ -54,12 +54,8 @@ def even_links(ranks: int, beta: float) -> LinkModel:
     rows = [[beta] * ranks] * ranks
     zero = [[1e-5] * ranks] * ranks
     phase = {
-        "alpha_s": zero,
-        "beta_s_per_byte": rows,
-        "r2": rows,
-        "refined": [[True] * ranks] * ranks,
-        "repeats": 3,
-    }
+        "alpha_s": zero, "beta_s_per_byte": rows, "r2": rows, "refined": [[True] * ranks] * ranks, "repeats": 3,
+    }  # fmt: skip
     return LinkModel.model_validate(
         {
             "endpoints": [str(i) for i in range(ranks)], "collective": "all_to_all_single", "backend": "nccl",

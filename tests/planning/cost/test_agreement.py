@@ -93,14 +93,10 @@ def test_plan_and_estimate_agree(
     nodes, gpus_per_node, ranks = LAYOUTS[layout]
     gpus, micro_batches = nodes * gpus_per_node, 2
     train = {
-        "bf16": True,
-        "gradient_checkpointing": checkpointing,
-        "per_device_train_batch_size": rows,
-        "batch_size_tokens": micro_batches * rows * gpus * 256,
-        "max_steps": 10,
-        "warmup_steps": 1,
+        "bf16": True, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": rows,
+        "batch_size_tokens": micro_batches * rows * gpus * 256, "max_steps": 10, "warmup_steps": 1,
         "learning_rate": 1e-4,
-    }
+    }  # fmt: skip
     hardware = Hardware(gpu=gpu, num_gpus=gpus, sharding="fsdp2", expert_parallel=ranks)
     said = estimated(tmp_path, train, hardware)
     settings = PlanSettings(

@@ -564,14 +564,9 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(
 
 
 SHIPPED = {
-    "qwen3-30b-a3b/distill": 8,
-    "deepseek-v2-lite/distill": 8,
-    "llama-4-scout/distill": 32,
-    "studies/pretrain": 64,
-    "qwen3-30b-a3b/economical": 8,
-    "deepseek-v2-lite/economical": 8,
-    "llama-4-scout/economical": 32,
-}
+    "qwen3-30b-a3b/distill": 8, "deepseek-v2-lite/distill": 8, "llama-4-scout/distill": 32, "studies/pretrain": 64,
+    "qwen3-30b-a3b/economical": 8, "deepseek-v2-lite/economical": 8, "llama-4-scout/economical": 32,
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("own_setting_only")

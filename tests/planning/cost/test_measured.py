@@ -168,14 +168,9 @@ def times(**changes: Any) -> Times:
         for backward in (False, True)
     ]
     facts = {
-        "model_type": "deepseek_v3",
-        "num_layers": 6,
-        "connectivity": {},
-        "ranks": 8,
-        "batch": 1,
-        "length": 64,
+        "model_type": "deepseek_v3", "num_layers": 6, "connectivity": {}, "ranks": 8, "batch": 1, "length": 64,
         "step_s": 5.0,
-    }
+    }  # fmt: skip
     return Times(**({"exchanges": exchanges} | facts | changes))
 
 
@@ -210,12 +205,8 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
         "DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"}
     )
     served = {
-        "phase": "prefill",
-        "exchanges": [],
-        "step_s": 1.0,
-        "communication_s": 0.16,
-        "overlap": 0.976,
-    }
+        "phase": "prefill", "exchanges": [], "step_s": 1.0, "communication_s": 0.16, "overlap": 0.976,
+    }  # fmt: skip
     known = measured_times(times(**served), one)
     assert known["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
     assert known["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
@@ -332,12 +323,8 @@ def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     with user_error("exchanges of layer 0, which is not an MoE layer"):
         measured_times(times(), dense)
     served = {
-        "phase": "prefill",
-        "exchanges": [],
-        "step_s": 1.0,
-        "communication_s": 0.16,
-        "overlap": 0.9,
-    }
+        "phase": "prefill", "exchanges": [], "step_s": 1.0, "communication_s": 0.16, "overlap": 0.9,
+    }  # fmt: skip
     server = planned(
         "DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"}
     )

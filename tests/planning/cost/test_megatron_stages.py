@@ -146,15 +146,10 @@ def test_a_rank_holds_its_part_of_its_stage_and_what_a_full_pipeline_keeps() -> 
     one, alone = (
         trained("Qwen3-30B-A3B", sizes, **few, **settings)
         for settings in (
-            {
-                "nodes": 2,
-                "pipeline_parallel": 2,
-                "tensor_parallel": 4,
-                "global_batch": 8,
-            },
+            {"nodes": 2, "pipeline_parallel": 2, "tensor_parallel": 4, "global_batch": 8},
             {"expert_parallel": 8},
         )
-    )
+    )  # fmt: skip
     assert (one.expert_parallel, one.micro_batches) == (8, 4)
     parts = memory(one)["parts"]
     # Each stage has two layers; the last has the head, the first has embeddings of the

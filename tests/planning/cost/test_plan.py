@@ -149,14 +149,8 @@ def test_assumptions_that_were_not_fitted_give_the_papers_speed_ups_and_overlap(
 
 def test_the_assumed_values_are_those_that_were_chosen_before_the_comparison() -> None:
     chosen = {
-        "gemm": 0.5,
-        "grouped": 0.4,
-        "core": 0.3,
-        "hbm": 0.65,
-        "link": 0.85,
-        "nic": 0.8,
-        "slowdown": 0.15,
-    }
+        "gemm": 0.5, "grouped": 0.4, "core": 0.3, "hbm": 0.65, "link": 0.85, "nic": 0.8, "slowdown": 0.15,
+    }  # fmt: skip
     assert {name: ASSUMPTIONS[name].value for name in chosen} == chosen
 
 
@@ -250,12 +244,8 @@ def test_without_aiter_a_prefill_takes_as_many_times_as_long_as_amd_published(
 def test_a_range_contains_its_planned_gain_where_both_ends_lie_on_one_side() -> None:
     few = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
     settings: dict[str, Any] = {
-        "phase": "prefill",
-        "gpu": "mi300x",
-        "batch": 16,
-        "length": 2048,
-        "dtype": "fp8",
-    }
+        "phase": "prefill", "gpu": "mi300x", "batch": 16, "length": 2048, "dtype": "fp8",
+    }  # fmt: skip
     planned = published("DeepSeek-V3", few, settings)
     # Each all-reduce just fills its window.
     planned = planned.assuming(link=0.8)
@@ -631,14 +621,8 @@ def test_a_study_stands_beside_what_each_selection_brings(
 ) -> None:
     figure = tmp_path / "worth.png"
     words = [
-        "plan",
-        lite(tmp_path),
-        "--length",
-        "512",
-        "--study",
-        str(study(tmp_path / "s", 4)),
-        "--json",
-    ]
+        "plan", lite(tmp_path), "--length", "512", "--study", str(study(tmp_path / "s", 4)), "--json",
+    ]  # fmt: skip
     assert main([*words, "--figure", str(figure)]) == 0
     facts = json.loads(capsys.readouterr().out)
     rows = {(row["side"], row["num_layers"]): row for row in facts["study"]}
@@ -751,12 +735,8 @@ def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9
     }
     share = f"{times['communication_s'] / times['regular_s']:.1%}"
     assert rows["regular"] == [
-        f"{1e3 * times['regular_s']:,.0f}",
-        share,
-        share,
-        "1.000",
-        f"{times['over_exact'] / times['speed_up']:.3f}",
-    ]
+        f"{1e3 * times['regular_s']:,.0f}", share, share, "1.000", f"{times['over_exact'] / times['speed_up']:.3f}",
+    ]  # fmt: skip
     overlapped = times["overlapped_s"]
     shares = [
         f"{times[name] / overlapped:.1%}" for name in ("communication_s", "exposed_s")

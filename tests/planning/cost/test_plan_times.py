@@ -202,15 +202,10 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
     more = {name: steps[name] - without[name] for name in steps}
     assert {name: value / part for name, value in more.items()} == pytest.approx(
         {
-            "attention a": 0,
-            "attention b": 0,
-            "router": 1,
-            "experts": 2,
-            "shared expert": 0,
-            "arrive": 1,
+            "attention a": 0, "attention b": 0, "router": 1, "experts": 2, "shared expert": 0, "arrive": 1,
         },
         abs=1e-6,
-    )
+    )  # fmt: skip
     # A server has no returned rows to sum.
     compute = [plan_times(one)["compute_s"] for one in (some, none)]
     assert compute[0] - compute[1] == pytest.approx(26 * 3 * part)
@@ -527,12 +522,8 @@ def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
     two; no group of 3 is split.
     """
     settings: dict[str, Any] = {
-        "gpu": "h200",
-        "nodes": 2,
-        "gpus_per_node": 6,
-        "length": 64,
-        "network_gb_s": 10.0,
-    }
+        "gpu": "h200", "nodes": 2, "gpus_per_node": 6, "length": 64, "network_gb_s": 10.0,
+    }  # fmt: skip
     sent, out, far = 64 * 2048 * 2, 450e9 * 0.85, 10e9 * 0.8  # a row for each token
     apart, near = (
         plan_times(
@@ -579,12 +570,8 @@ def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
     other node.
     """
     settings: dict[str, Any] = {
-        "gpu": "mi325x",
-        "nodes": 2,
-        "expert_parallel": 8,
-        "length": 64,
-        "network_gb_s": 10.0,
-    }
+        "gpu": "mi325x", "nodes": 2, "expert_parallel": 8, "length": 64, "network_gb_s": 10.0,
+    }  # fmt: skip
     one = with_values(published("DeepSeek-V3", V3, settings), latency_us=0)
     experts = 6 * 256 * 3 * 7168 * 2048
     others = one.work.num_parameters - experts
@@ -603,12 +590,8 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
     of which only 0.44 s used to be counted.
     """
     settings: dict[str, Any] = {
-        "nodes": 4,
-        "expert_parallel": 8,
-        "global_batch": 1024,
-        "length": 4096,
-        "keep_activations": True,
-    }
+        "nodes": 4, "expert_parallel": 8, "global_batch": 1024, "length": 4096, "keep_activations": True,
+    }  # fmt: skip
     one = published("Qwen3-30B-A3B", {}, settings)
     experts, head = 48 * 128 * 3 * 2048 * 768, 151936 * 2048
     others = one.work.num_parameters - experts

@@ -596,15 +596,8 @@ def test_a_study_measures_own_text_and_its_front_has_it_beside_the_kl(
     }  # fmt: skip
     suite.write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
     words = [
-        "--mlp",
-        "selected",
-        "--sides",
-        "single",
-        "--suite",
-        suite,
-        "--task",
-        "own",
-    ]
+        "--mlp", "selected", "--sides", "single", "--suite", suite, "--task", "own",
+    ]  # fmt: skip
     run(*command(model, text, tmp_path / "s", *map(str, words)))
     study = read_study(tmp_path / "s")
     assert study["metrics"][1] == {

@@ -223,14 +223,8 @@ def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
         for point in read_study(finished)["points"]
     }
     assert [point["layers"] for point in study["points"]] == [
-        [2, 3],
-        [1, 2, 3],
-        [0, 1, 2, 3],
-        [0],
-        [1],
-        [2],
-        [3],
-    ]
+        [2, 3], [1, 2, 3], [0, 1, 2, 3], [0], [1], [2], [3],
+    ]  # fmt: skip
     for point in study["points"]:
         wired = load_model(model, connectivity=Connectivity(point["layers"]))
         calibrate_model(wired, load_model(model), solved_on, progress=False)
@@ -272,14 +266,8 @@ def test_verify_measures_calibrated_weights(
     capsys.readouterr()
     for more, which in (((), "values"), (("--calibrated",), "calibrated")):
         words = [
-            "plan-layers",
-            str(calibrated),
-            "--budget",
-            "2",
-            "--verify",
-            "--json",
-            *more,
-        ]
+            "plan-layers", str(calibrated), "--budget", "2", "--verify", "--json", *more,
+        ]  # fmt: skip
         assert main(words) == 0
         (last,) = (p for p in read_study(calibrated)["points"] if p["layers"] == [2, 3])
         selection = json.loads(capsys.readouterr().out)["selections"][1]
@@ -357,12 +345,8 @@ def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> Non
         update={"tasks": [row for row in suite.tasks if row.task == "tiny_choice"]}
     )
     sides = [
-        ("none", []),
-        ("last", [1]),
-        ("last", [0, 1]),
-        ("single", [0]),
-        ("single", [1]),
-    ]
+        ("none", []), ("last", [1]), ("last", [0, 1]), ("single", [0]), ("single", [1]),
+    ]  # fmt: skip
     assert [(point["side"], point["layers"]) for point in study["points"]] == sides
     for point in study["points"]:
         wired = load_model(folder, connectivity=Connectivity(point["layers"] or "none"))
@@ -793,12 +777,8 @@ def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
     )
     assert proposal["collectives"] == 8
     assert [row["rewired"] for row in plan["sensitivities"]] == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+        False, True, False, True, True,
+    ]  # fmt: skip
     assert json.loads(json.dumps(plan)) == plan
 
 
@@ -1063,17 +1043,11 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
     assert (
         main(
             [
-                "convert",
-                str(tmp_path / "model"),
-                out,
-                "--layers",
-                text,
-                "--mlp",
-                str(connectivity.mlp),
+                "convert", str(tmp_path / "model"), out, "--layers", text, "--mlp", str(connectivity.mlp),
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     said = capsys.readouterr().err
     if selection is None:
         assert "layer 0" not in said

@@ -23,25 +23,15 @@ def links(
     collective: str = "p2p",
 ) -> LinkModel:
     phase = {
-        "alpha_s": ALPHA,
-        "beta_s_per_byte": BETA,
-        "r2": [[None] * 3] * 3,
-        "refined": [[False] * 3] * 3,
-        "repeats": 1,
-    }
+        "alpha_s": ALPHA, "beta_s_per_byte": BETA, "r2": [[None] * 3] * 3, "refined": [[False] * 3] * 3, "repeats": 1,
+    }  # fmt: skip
     return LinkModel.model_validate(
         {
-            "endpoints": ["a", "b", "c"],
-            "collective": collective,
-            "backend": "gloo",
-            "world_size": 3,
-            "libraries": {},
-            "metadata": phase,
-            "dispatch": phase,
-            "combine": phase,
+            "endpoints": ["a", "b", "c"], "collective": collective, "backend": "gloo", "world_size": 3,
+            "libraries": {}, "metadata": phase, "dispatch": phase, "combine": phase,
             "ports": {"egress_s_per_byte": egress, "ingress_s_per_byte": ingress},
         }
-    )
+    )  # fmt: skip
 
 
 BYTES = np.array([[500.0, 10, 20], [30, 500, 0], [0, 5, 500]])

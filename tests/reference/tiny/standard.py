@@ -26,13 +26,9 @@ FIRST_DENSE: dict[str, Any] = {
 }
 HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
 MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 8,
-}
+}  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -45,13 +41,9 @@ _WINDOWS: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention"] * 2,
 }
 _GRANITE: dict[str, Any] = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "residual_multiplier": 0.7,
-    "embedding_multiplier": 1.3,
-    "attention_multiplier": 0.35,
-    "logits_scaling": 2.0,
-}
+    "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.7, "embedding_multiplier": 1.3,
+    "attention_multiplier": 0.35, "logits_scaling": 2.0,
+}  # fmt: skip
 _INDEXED: dict[str, Any] = {
     **MLA,
     **ROUTED_EXPERTS,

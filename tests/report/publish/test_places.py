@@ -7,15 +7,11 @@ from fcsd.report.publish.public import public_text, without_places
 
 def test_of_an_absolute_path_the_last_name_is_left_and_other_texts_stay() -> None:
     record = {
-        "dataset": "/data/me/root/fcsd/tiny-code",
-        "hub": "openai/gsm8k",
-        "model": "runs/tiny/convert/model",
-        "place": "~/models/Some Model",
-        "line": "task x: cannot read /home/me/data/a.jsonl, nor /mnt/b/c",
-        "address": "https://huggingface.co/me/x/blob/main/LICENSE",
-        "rule": "and/or, 1/2, \\n/a",
+        "dataset": "/data/me/root/fcsd/tiny-code", "hub": "openai/gsm8k", "model": "runs/tiny/convert/model",
+        "place": "~/models/Some Model", "line": "task x: cannot read /home/me/data/a.jsonl, nor /mnt/b/c",
+        "address": "https://huggingface.co/me/x/blob/main/LICENSE", "rule": "and/or, 1/2, \\n/a",
         "numbers": [1, None, {"deep": "/var/lib/x"}],
-    }
+    }  # fmt: skip
     public = json.loads(public_text("report.json", json.dumps(record)))
     assert public == record | {
         "dataset": "tiny-code",

@@ -651,15 +651,9 @@ def test_a_folder_that_is_not_whole_is_refused_before_anything_is_sent(
 @pytest.mark.parametrize(
     "name",
     [
-        "x",
-        "me/x/y",
-        "me/",
-        "me/a b",
-        "-me/x",
-        "me/x.git",
-        "https://huggingface.co/me/x",
+        "x", "me/x/y", "me/", "me/a b", "-me/x", "me/x.git", "https://huggingface.co/me/x",
     ],
-)
+)  # fmt: skip
 def test_a_name_that_is_no_repository_is_refused(
     hub: Hub, checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -712,14 +706,8 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
     original = evaluated(tmp_path / "original", "original", base_checkpoint)
     mine = evaluated(tmp_path / "mine", "fcsd", checkpoint)
     words = (
-        "--results",
-        original,
-        mine,
-        "--base-model",
-        base,
-        "--dry-run",
-        tmp_path / "dry",
-    )
+        "--results", original, mine, "--base-model", base, "--dry-run", tmp_path / "dry",
+    )  # fmt: skip
     assert push(checkpoint, "me/x", *words) == 0
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     assert (card.data.license, card.data.license_name) == ("other", "qwen")
@@ -732,12 +720,8 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
     (line,) = [line for line in card.text.splitlines() if line.startswith("| code")]
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
     assert cells == [
-        "pass@1, 0-shot",
-        "75.0",
-        "75.0",
-        "0.0 (-81.6 to +81.6)",
-        "within noise",
-    ]
+        "pass@1, 0-shot", "75.0", "75.0", "0.0 (-81.6 to +81.6)", "within noise",
+    ]  # fmt: skip
     assert "code 0-shot; choice 0-shot; float32, decoding greedy" in card.text
     (entry,) = parse_eval_result_entries(
         yaml.safe_load((tmp_path / "dry/.eval_results/code.yaml").read_text())

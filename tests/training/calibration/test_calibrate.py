@@ -807,14 +807,9 @@ def test_the_command_calibrates_and_tells_what_it_did(
 ) -> None:
     out = tmp_path / "out"
     words = [
-        "calibrate",
-        str(base),
-        str(out),
-        "--layers",
-        "last:75%",
-        "--text",
+        "calibrate", str(base), str(out), "--layers", "last:75%", "--text",
         f"{{path: {rows}, columns: {{text: text}}}}",
-    ]
+    ]  # fmt: skip
     assert main([*words, "--tokens", "2000", "--max-length", "64"]) == 0
     said = capsys.readouterr()
     assert said.out == f"{out}\n" and "layer 0" not in said.err
@@ -905,23 +900,16 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         "learning_rate": 1e-9,
     }
     recipe = {
-        "name": "r",
-        "output_dir": str(tmp_path / "run"),
-        "model": {"path": str(base)},
-        "connectivity": {"layers": [1, 3]},
-        "calibration": {"tokens": 1500},
-        "data": {
-            "train": [{"path": str(rows), "columns": {"text": "text"}}],
-            "max_length": 64,
-        },
+        "name": "r", "output_dir": str(tmp_path / "run"), "model": {"path": str(base)},
+        "connectivity": {"layers": [1, 3]}, "calibration": {"tokens": 1500},
+        "data": {"train": [{"path": str(rows), "columns": {"text": "text"}}], "max_length": 64},
         "train": train | {"warmup_steps": 0},
         "variants": {
-            "same": {"train.learning_rate": 2e-9},
-            "copied": {"calibration": None},
+            "same": {"train.learning_rate": 2e-9}, "copied": {"calibration": None},
             "untrained": {"train.max_steps": 0},
             "rewired": {"calibration": None, "train.max_steps": 0},
         },
-    }
+    }  # fmt: skip
     for variant in (None, "copied", "untrained", "rewired"):
         fcsd.run_stage("distill", recipe, variant=variant)
     same = calibrate(Run(fcsd.load_recipe(write_recipe(recipe, tmp_path)), CPU), "same")

@@ -38,22 +38,12 @@ INDEXER = (
     "input of self_attn: aten.native_layer_norm reads it, too"
 )
 LEFT = {
-    "afmoe": BOTH,
-    "kolibri1": BOTH,
-    "axk1": {ADDS.format("mlp")},
-    "inkling_text": INKLING,
-    "inkling_mm_model": INKLING,
-    "flex_olmo": BOTH,
-    "beam": BOTH,
-    "minimax": {ADDS.format("self_attn")},
-    "gemma4_text": GEMMA4,
-    "gemma4": GEMMA4,
-    "muse_spark": BOTH,
+    "afmoe": BOTH, "kolibri1": BOTH, "axk1": {ADDS.format("mlp")}, "inkling_text": INKLING,
+    "inkling_mm_model": INKLING, "flex_olmo": BOTH, "beam": BOTH, "minimax": {ADDS.format("self_attn")},
+    "gemma4_text": GEMMA4, "gemma4": GEMMA4, "muse_spark": BOTH,
     **dict.fromkeys(("deepseek_v4", "hy_v4", "hy_v4_vl", "glm5_next"), BOTH),
-    "qwen4_exp_text": QWEN4,
-    "qwen4_exp": QWEN4,
-    "mistral_large4": {INDEXER},
-}
+    "qwen4_exp_text": QWEN4, "qwen4_exp": QWEN4, "mistral_large4": {INDEXER},
+}  # fmt: skip
 # Nothing in their MoE block can be folded, or their experts are not called with the
 # tokens' choices and weights.
 TOGETHER = {

@@ -62,13 +62,8 @@ def inputs(dtype=torch.float64, n=N, seed=0):
         return torch.randn(*shape, generator=g).to(dtype)
 
     return (
-        rand(n, D),
-        rand(V, D),
-        rand(n, D_TEACHER),
-        rand(V, D_TEACHER),
-        rand(V),
-        rand(V),
-    )
+        rand(n, D), rand(V, D), rand(n, D_TEACHER), rand(V, D_TEACHER), rand(V), rand(V),
+    )  # fmt: skip
 
 
 def assert_equal_equations(actual, expected):

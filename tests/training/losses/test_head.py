@@ -34,13 +34,9 @@ KL, CE = objective_of("kl"), objective_of("ce")
 
 B, T, V = 2, 10, 64
 SHAPE = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SHAPE,
@@ -300,12 +296,8 @@ def test_flash_attention_gets_one_long_row_because_it_would_mix_packed_rows_of_a
     ids, positions, keep, labels = make_batch()
     attach_loss_head(model)
     arguments = {
-        "input_ids": ids,
-        "position_ids": positions,
-        "keep": keep,
-        "labels": labels,
-        "objective": CE,
-    }
+        "input_ids": ids, "position_ids": positions, "keep": keep, "labels": labels, "objective": CE,
+    }  # fmt: skip
     expected = model(**arguments)["loss"]
     shapes = []
     model.model.register_forward_pre_hook(

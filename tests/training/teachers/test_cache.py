@@ -516,17 +516,10 @@ def test_a_folder_that_is_no_cache_is_named(
     assert "is not empty and holds no teacher cache; choose another folder" in error
     error = error_of(
         [
-            "run",
-            path,
-            "--only",
-            "cache-teacher",
-            "--set",
-            "teacher=null",
-            "--set",
-            "objective.name=sft",
+            "run", path, "--only", "cache-teacher", "--set", "teacher=null", "--set", "objective.name=sft",
         ],
         capfd,
-    )
+    )  # fmt: skip
     assert "objective 'sft' has no teacher" in error
 
 
