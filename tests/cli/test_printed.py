@@ -57,12 +57,12 @@ def test_the_facts_of_a_checkpoint(name: str, tmp_path: Path, shown: Shown) -> N
 
 @pytest.mark.parametrize(
     "words",
-    [
+    few([
         "", "--nodes 2 --batch 24 --keep-activations --gpu h100", "--tp 2 --pp 2 --global-batch 16",
         "--phase prefill --tp 8 --batch 16", "--phase prefill --gpu mi300x --dtype fp8 --without-aiter",
         "--phase decode --batch 64", "--phase decode --dp 8 --batch 64 --all2all deepep_low_latency",
         "--sweep nodes=1,2,3", "--phase decode --sweep batch=8,16 --gpu mi300x",
-    ],
+    ], 6),
 )  # fmt: skip
 def test_a_plan(words: str, tmp_path: Path, shown: Shown) -> None:
     shown("plan", lite(tmp_path), "--length", "512", *words.split())

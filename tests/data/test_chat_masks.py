@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from fcsd.data import chat
 from fcsd.data.chat import BadExample
 from tests.examples import tokenize_example
+from tests.support import few
 
 MARKER = re.compile(r"<[^<>\s{}'\"]*[|｜][^<>\s{}'\"]*>|</?s>|<\w+_of_\w+>|\[/?INST\]")
 
@@ -238,7 +239,7 @@ def is_refused_rightly(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> bo
 
 
 @pytest.mark.skipif(not STOCK, reason="trl, which has the templates, is not installed")
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", few(STOCK, 24))
 def test_of_every_stock_template_the_loss_is_on_the_answers_and_their_ends_and_on_nothing_else(
     name: str,
 ) -> None:

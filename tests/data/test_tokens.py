@@ -40,7 +40,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
 from tests.kills import Places
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, assert_killed, end_if_it_hangs, user_error
+from tests.support import Bench, assert_killed, end_if_it_hangs, few, user_error
 
 TOKENIZER = make_tokenizer()
 
@@ -261,7 +261,7 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 @pytest.mark.parametrize("name", ["a/00003", "a/00000", "b/00001", "rows-", "a/0"])
-@pytest.mark.parametrize("with_rows", [True, False])
+@pytest.mark.parametrize("with_rows", few([True, False], 1))
 def test_tokens_that_are_cut_or_gone_are_made_anew(
     mixed: Any,
     tmp_path: Path,

@@ -20,7 +20,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root
 from tests.evaluation.test_instruct import ONE_HEAD
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, run_command, start, user_error
+from tests.support import evaluate, few, run_command, start, user_error
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,10 @@ def row_of(name: str, *, chat: bool) -> TaskConfig:
 
 @pytest.mark.parametrize(
     ("name", "chat", "batch_size"),
-    [
+    few([
         ("piqa", False, 3), ("arc_challenge", True, 4), ("winogrande", False, 2), ("gsm8k", False, 2),
         ("gsm8k", True, 3), ("mmlu_stem", False, 5),
-    ],
+    ], 4),
 )  # fmt: skip
 def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
     name: str,

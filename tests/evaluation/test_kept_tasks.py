@@ -42,7 +42,7 @@ from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import assert_killed, start, user_error
+from tests.support import assert_killed, few, start, user_error
 
 ROWS: list[dict[str, Any]] = [
     {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"},
@@ -292,7 +292,7 @@ def test_what_is_no_file_where_a_finished_task_should_be_is_refused_with_its_nam
         store.get(row)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "byte", "digit"])
+@pytest.mark.parametrize("damage", few(["cut", "gone", "byte", "digit"], 2))
 def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
     place: Path,
     tmp_path: Path,

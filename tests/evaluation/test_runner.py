@@ -18,7 +18,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import change_json, evaluate, user_error
+from tests.support import change_json, evaluate, few, user_error
 
 CHOICE = {
     "dataset_path": "o/choice", "output_type": "multiple_choice", "test_split": "test", "fewshot_split": "train",
@@ -151,7 +151,7 @@ def plain_lm_eval(
     return lm_eval.simple_evaluate(lm, tasks=[spec], task_manager=manager, **options)
 
 
-@pytest.mark.parametrize("shots", [0, 3])
+@pytest.mark.parametrize("shots", few([0, 3], 1))
 @pytest.mark.parametrize("chat", [False, True])
 def test_likelihood_numbers_are_those_of_plain_lm_eval(
     model: Any, place: Path, shots: int, chat: bool
@@ -425,7 +425,7 @@ def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) ->
         read_result(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", few(["qwen3_moe", "deepseek_v3"], 1))
 def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
     family: str, place: Path, tmp_path: Path
 ) -> None:

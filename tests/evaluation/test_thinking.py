@@ -24,7 +24,7 @@ from fcsd.report.table import models_table, narrow_table, paired_table, score_ta
 from tests.evaluation.test_runner import write_rows
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, few
 
 LIMIT = 150
 TASK = {
@@ -216,7 +216,7 @@ def by_server(
     return result, samples["sums"]
 
 
-@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("ids", few([True, False], 1))
 @pytest.mark.parametrize("kind", MARKERS)
 def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
     place: Path, tmp_path: Path, kind: str, ids: bool
@@ -229,7 +229,7 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
     assert result["tasks"]["sums"]["answers_at_limit"] == 2
 
 
-@pytest.mark.parametrize("kind", ["seed", "none"])
+@pytest.mark.parametrize("kind", few(["seed", "none"], 1))
 def test_thoughts_that_nobody_asked_for_are_removed_and_counted(
     place: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +308,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("name", CLOSED)
-@pytest.mark.parametrize("shots", [0, 1])
+@pytest.mark.parametrize("shots", few([0, 1], 1))
 def test_likelihoods_are_those_of_an_answer_after_closed_thoughts(
     tmp_path: Path, name: str, shots: int
 ) -> None:
@@ -371,7 +371,7 @@ def test_a_family_that_cannot_answer_without_thoughts_is_read_alike_when_none_ar
     assert samples[0]["completion"].startswith("analysis")
 
 
-@pytest.mark.parametrize("kind", MARKERS)
+@pytest.mark.parametrize("kind", few(MARKERS, 2))
 def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(
     tmp_path: Path, kind: str
 ) -> None:

@@ -17,7 +17,14 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of
-from tests.support import Bench, assert_killed, command_words, in_a_fork, make_bench
+from tests.support import (
+    Bench,
+    assert_killed,
+    command_words,
+    few,
+    in_a_fork,
+    make_bench,
+)
 
 # the arguments of a command that writes everything to one folder
 Command = Callable[[Path], list[str]]
@@ -154,7 +161,7 @@ def cut_off(command: list[str], folder: Path, moment: str, output: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "lost", ["partial/model before the end", "model", "partial/model"]
+    "lost", few(["partial/model before the end", "model", "partial/model"], 1)
 )
 def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     lost: str,

@@ -25,7 +25,7 @@ from fcsd.planning.cost.estimate import estimate
 from fcsd.recipe.load_recipe import load_recipe
 from tests.model.quantised.test_dequantize import LAYOUTS, write, write_gpt_oss
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, run_of, user_error
+from tests.support import Bench, few, run_of, user_error
 
 SWEEP = {"batch_size_tokens": [128, 96], "learning_rate": [1e-3], "steps": 2}
 DATA = {"train": [{"path": "gone/rows.jsonl"}], "max_length": 32}
@@ -102,7 +102,7 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     assert not (bench.folder / "r").exists()
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("method", few(["fp8", "mxfp4"], 1))
 def test_a_training_whose_weights_could_not_be_saved_does_not_begin(
     bench: Bench, tmp_path: Path, method: str
 ) -> None:

@@ -432,7 +432,7 @@ def test_a_signal_during_a_score_ends_the_run_behind_it(
 # ---- a sweep
 
 
-@pytest.mark.parametrize("kind", ["own_text", "heldout_kl"])
+@pytest.mark.parametrize("kind", few(["own_text", "heldout_kl"], 1))
 def test_a_sweep_chooses_by_the_score_that_a_training_of_a_candidate_ends_with(
     bench: Bench, metrics: dict[str, dict[str, Any]], kind: str
 ) -> None:

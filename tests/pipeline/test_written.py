@@ -22,7 +22,7 @@ from fcsd.pipeline import written as module
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.parallel.test_engines import launch
-from tests.support import Bench, assert_killed, write_rows
+from tests.support import Bench, assert_killed, few, write_rows
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "batch_size": 4}
 
@@ -199,7 +199,7 @@ def test_two_ranks_write_the_text_of_one_process(bench: Bench, config: str) -> N
     assert texts(bench, "one") == texts(bench, "two")
 
 
-@pytest.mark.parametrize("gives_ids", [True, False])
+@pytest.mark.parametrize("gives_ids", few([True, False], 1))
 def test_a_server_writes_what_the_model_in_memory_writes(
     bench: Bench, gives_ids: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

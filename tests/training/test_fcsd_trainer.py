@@ -109,7 +109,7 @@ def curve(trainer: Any, name: str = "kl") -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize("own", [{}, {"own_text": 0.5, "own_text_tokens": 6}])
+@pytest.mark.parametrize("own", few([{}, {"own_text": 0.5, "own_text_tokens": 6}], 1))
 def test_it_trains_what_a_recipe_trains_to_the_last_bit(
     bench: Bench, own: dict[str, Any]
 ) -> None:
@@ -349,11 +349,14 @@ def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
 
 @pytest.mark.parametrize(
     ("objective", "metric", "names"),
-    [
-        ("sft", "ce", None),
-        ("kl", "eval_a_kl", ("a", "b")),
-        ("kl", "b_loss", ("a", "b")),
-    ],
+    few(
+        [
+            ("sft", "ce", None),
+            ("kl", "eval_a_kl", ("a", "b")),
+            ("kl", "b_loss", ("a", "b")),
+        ],
+        1,
+    ),
 )
 def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_sets(
     make: Callable[..., FCSDTrainer],
@@ -508,7 +511,7 @@ def test_callbacks_continue_with_the_state_that_they_had_in_the_checkpoint(
     assert late.seen == 4
 
 
-@pytest.mark.parametrize("patience", [3, 4])
+@pytest.mark.parametrize("patience", few([3, 4], 1))
 def test_early_stopping_counts_on_from_the_checkpoint_and_ends_in_the_same_step(
     make: Callable[..., FCSDTrainer], patience: int
 ) -> None:

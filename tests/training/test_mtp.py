@@ -264,5 +264,6 @@ def test_an_interrupted_training_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fcsd.pipeline.mtp.train_mtp", fail)
-    run_command("mtp", model, tmp_path / "out", "--text", text, "--tokens", 2000)
+    words = ("--text", text, "--tokens", 2000, "--max-length", 64)
+    run_command("mtp", model, tmp_path / "out", *words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.jsonl"]

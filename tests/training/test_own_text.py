@@ -96,7 +96,7 @@ def separate(rows: list[dict[str, np.ndarray]]) -> list[tuple[torch.Tensor, ...]
 
 
 @pytest.mark.parametrize("objective", DIVERGENCES, ids=lambda by: by["name"])
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("share", few([0.5, 1.0], 1))
 def test_loss_and_gradients_are_those_of_full_logits_on_the_stored_samples(
     tmp_path: Path,
     teacher: Any,
@@ -355,7 +355,7 @@ def test_two_ranks_write_and_train_what_one_process_does(
     assert figures[0] == figures[1] and sum(rows for rows, *_ in figures[0]) > 12
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", few([False, True], 1))
 def test_a_killed_run_writes_on_and_ends_with_the_same_weights(
     bench: Bench, tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

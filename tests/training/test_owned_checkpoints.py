@@ -23,7 +23,7 @@ from fcsd.training import trainer as trainer_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, trained_weights, user_error
+from tests.support import Bench, few, trained_weights, user_error
 
 FOREIGN = "files.json is missing or damaged, or of another training"
 
@@ -45,11 +45,14 @@ LORA = {"lora": {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}}
 
 @pytest.mark.parametrize(
     ("changes", "other"),
-    [
-        ({}, {"seed": 1}),
-        ({}, {"objective": {"name": "kl", "temperature": 2.0}}),
-        (LORA, LORA | {"seed": 1}),
-    ],
+    few(
+        [
+            ({}, {"seed": 1}),
+            ({}, {"objective": {"name": "kl", "temperature": 2.0}}),
+            (LORA, LORA | {"seed": 1}),
+        ],
+        2,
+    ),
     ids=["seed", "objective", "lora"],
 )
 def test_a_run_does_not_continue_from_a_checkpoint_of_another(

@@ -14,7 +14,7 @@ from fcsd.training import run as run_module
 from tests.parallel.test_engines import compare as compare_runs
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, history
+from tests.support import Bench, few, history
 
 
 def compare(bench: Bench, one: str, two: str) -> None:
@@ -89,11 +89,14 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [
-        ("nan", "not finite"),
-        ("scorer", "the sandbox is gone"),
-        ("the recipe", "train.batch_size_tokens: 96 is not a multiple"),
-    ],
+    few(
+        [
+            ("nan", "not finite"),
+            ("scorer", "the sandbox is gone"),
+            ("the recipe", "train.batch_size_tokens: 96 is not a multiple"),
+        ],
+        2,
+    ),
 )
 def test_an_error_that_all_ranks_learn_of_is_printed_by_one(
     bench: Bench, spoil: str, message: str

@@ -521,7 +521,7 @@ def limited(call: Callable[[], int], size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "size", [20_000, 150_000], ids=["in the weights", "in the optimiser"]
+    "size", few([20_000, 150_000], 1), ids=["in the weights", "in the optimiser"]
 )
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_run_continues_later(
     bench: Bench,

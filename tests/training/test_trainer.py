@@ -36,7 +36,7 @@ from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from tests.losses import DIVERGENCES, reference_loss
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import few, user_error
 
 LENGTH = 16
 VOCABULARY = 99
@@ -231,7 +231,9 @@ def test_the_first_logged_losses_are_those_of_full_logits_of_separate_examples(
 
 @pytest.mark.parametrize(
     "objective",
-    [{"name": "kl"}, {"name": "sft"}, {"name": "kl+l2", "l2_coefficient": 0.01}],
+    few(
+        [{"name": "kl"}, {"name": "sft"}, {"name": "kl+l2", "l2_coefficient": 0.01}], 1
+    ),
 )
 def test_padding_at_the_end_of_rows_is_not_computed_and_changes_no_loss(
     tmp_path: Path, teacher: Any, objective: dict[str, Any]
@@ -592,7 +594,7 @@ def token_figures(
     return {name: torch.cat(values) for name, values in figures.items()}
 
 
-@pytest.mark.parametrize("rows_a_forward", [4, 1])
+@pytest.mark.parametrize("rows_a_forward", few([4, 1], 1))
 @pytest.mark.parametrize(
     "settings",
     [*DIVERGENCES, {"name": "kl", "temperature": 2.0}],

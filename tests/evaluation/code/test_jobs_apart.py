@@ -331,7 +331,7 @@ def outcomes(scorer: CodeScorer, programs: Sequence[str]) -> list[str]:
 WRONG = "def f(x): return x\n"
 
 
-@pytest.mark.parametrize("body", ROWS)
+@pytest.mark.parametrize("body", few(ROWS, 7))
 def test_a_hostile_program_changes_no_other_outcome(
     scorer: CodeScorer, body: str
 ) -> None:

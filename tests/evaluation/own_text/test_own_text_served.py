@@ -117,13 +117,19 @@ def test_a_server_that_tells_too_little_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("damaged", "words"),
-    [
-        (lambda entry: dict([*entry.items()][:5]), "needs those of the 20 likeliest"),
-        (
-            lambda entry: {t: e | {"logprob": math.nan} for t, e in entry.items()},
-            "log-probabilities that are NaN",
-        ),
-    ],
+    few(
+        [
+            (
+                lambda entry: dict([*entry.items()][:5]),
+                "needs those of the 20 likeliest",
+            ),
+            (
+                lambda entry: {t: e | {"logprob": math.nan} for t, e in entry.items()},
+                "log-probabilities that are NaN",
+            ),
+        ],
+        1,
+    ),
     ids=["too few", "NaN"],
 )
 def test_log_probabilities_that_tell_no_divergence_are_refused(

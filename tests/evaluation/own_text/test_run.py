@@ -11,7 +11,7 @@ from fcsd.cli.main import main
 from fcsd.evaluation.own_text import measure
 from fcsd.evaluation.results import read_result
 from tests.pipeline.test_scoring import own_row
-from tests.support import Bench
+from tests.support import Bench, few
 
 
 def test_a_run_measures_and_reports_what_each_of_its_models_writes(
@@ -86,7 +86,9 @@ def test_prompts_that_cannot_be_asked_are_refused_before_a_stage_begins(
     assert not (bench.folder / "refused/convert").exists()
 
 
-@pytest.mark.parametrize("dataset", ["nobody/prompts", "runs/none/prompts.jsonl"])
+@pytest.mark.parametrize(
+    "dataset", few(["nobody/prompts", "runs/none/prompts.jsonl"], 1)
+)
 def test_a_recipe_is_rehearsed_with_own_text(bench: Bench, dataset: str) -> None:
     suite = bench.folder / "suite.yaml"
     row = own_row(bench) | {"dataset": dataset}

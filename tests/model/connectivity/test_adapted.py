@@ -22,7 +22,7 @@ from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
 from tests.reference.mutants import mutated
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import few, user_error
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -127,7 +127,7 @@ def largest_error(module, name, layers=(0, 1, 2, 3)):
     return worst
 
 
-@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("name", few(sorted(LAYERS), 8))
 def test_what_is_handed_on_is_the_stream_without_what_is_in_flight(name):
     assert largest_error(rewire, name) < BOUND
     assert largest_error(rewire, name, (1, 2)) < BOUND
@@ -222,7 +222,7 @@ which it must show).
 """
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", few(MUTANTS, 8))
 def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
     old, new, names = MUTANTS[mutant]
     module = mutated(old, new, monkeypatch)

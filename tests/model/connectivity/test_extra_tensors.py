@@ -22,7 +22,7 @@ from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.parallel.join import join_launch
 from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
+from tests.support import few, user_error
 
 # Their places in released checkpoints (transformers' patterns), and after the last of
 # the four decoder layers.
@@ -108,7 +108,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize(("family", "prefix"), CASES)
+@pytest.mark.parametrize(("family", "prefix"), few(CASES, 3))
 def test_a_model_written_from_memory_has_every_tensor_of_its_checkpoint(
     family: str, prefix: str, tmp_path: Path
 ) -> None:

@@ -85,7 +85,7 @@ def test_a_wrapper_whose_text_stack_is_dense_is_refused():
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", few(WRAPPERS, 6))
 def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
     model = tiny_model(name)
     mask = moe_mask(model.config, FAMILIES[name])
@@ -111,7 +111,7 @@ def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", few(WRAPPERS, 6))
 def test_left_padding_and_eager_attention_change_nothing_in_the_equations(name):
     model = tiny_model(name, attn_implementation="eager")
     inputs = left_padded(image_inputs(name))
@@ -121,7 +121,7 @@ def test_left_padding_and_eager_attention_change_nothing_in_the_equations(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", few(WRAPPERS, 6))
 def test_another_image_gives_other_logits(name):
     model, inputs = tiny_model(name), image_inputs(name)
     convert_model(model, Connectivity("all"))
@@ -194,7 +194,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(name):
 
 
 @FLOAT64
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", few(WRAPPERS, 6))
 def test_gradients_are_those_of_the_equations_also_in_the_vision_tower(name):
     model, inputs = tiny_model(name), image_inputs(name)
     trained = {

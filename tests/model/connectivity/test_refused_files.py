@@ -12,6 +12,7 @@ import pytest
 from fcsd.cli.main import main
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
+from tests.support import few
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", few(FILES, 5))
 def test_every_command_names_the_damaged_file(
     whole: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,6 @@ from fcsd.model.connectivity import (
     unconvert_model,
 )
 from fcsd.model.families import FAMILIES
-from tests.reference.adapted import LAYERS
 from tests.reference.images import inputs_of
 from tests.reference.tiny import tiny_model
 from tests.support import COMMON, KINDS, few
@@ -48,9 +47,7 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize(
-    "family", few(sorted(FAMILIES), kinds={*KINDS, *COMMON, *LAYERS})
-)
+@pytest.mark.parametrize("family", few(sorted(FAMILIES), kinds={*KINDS, *COMMON}))
 def test_copies_are_rewired_and_independent(family):
     model, inputs = converted(family), inputs_of(family)
     copies = [copied(model) for copied in WAYS]

@@ -15,7 +15,7 @@ from fcsd.model.connectivity import (
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_model
-from tests.support import COMMON, user_error
+from tests.support import COMMON, few, user_error
 
 EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in COMMON}
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -60,7 +60,7 @@ def logits(model):
     return model(input_ids=X, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", few(COMMON, 4))
 def test_adapters_attached_before_and_after_the_conversion_are_the_same(family):
     after = with_adapters(converted(family), lora(family))
     before = with_adapters(tiny_model(family), lora(family))
@@ -83,7 +83,7 @@ def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", few(COMMON, 4))
 def test_merged_adapters_give_the_outputs_of_the_adapters(family, tmp_path):
     model = with_adapters(converted(family), lora(family))
     expected = logits(model)
@@ -124,7 +124,7 @@ def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(fam
     )
 
 
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", few(COMMON, 4))
 def test_saved_adapters_are_loaded_onto_a_rewired_model(family, tmp_path):
     model = with_adapters(converted(family), lora(family))
     model.save_pretrained(tmp_path)
@@ -135,7 +135,7 @@ def test_saved_adapters_are_loaded_onto_a_rewired_model(family, tmp_path):
         assert torch.equal(logits(loaded), logits(converted(family)))
 
 
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", few(COMMON, 4))
 @pytest.mark.parametrize(
     "targets", ["all-linear", ["o_proj", "gate_proj", "up_proj", "down_proj"]]
 )

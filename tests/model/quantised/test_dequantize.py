@@ -27,7 +27,7 @@ from fcsd.model.quantised import dequantise
 from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from tests.kills import Places
 from tests.reference.tiny import tiny_model
-from tests.support import change_json, edited_json, in_a_fork, user_error
+from tests.support import change_json, edited_json, few, in_a_fork, user_error
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 Made = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -490,7 +490,7 @@ def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["gptq", "awq", "auto-round", "quark", "bitsandbytes"]
+    "method", few(["gptq", "awq", "auto-round", "quark", "bitsandbytes"], 2)
 )
 def test_methods_that_are_not_taken_back_are_named(method: str, tmp_path: Path) -> None:
     write(tmp_path / "q", block_fp8, {"quant_method": method})
@@ -499,7 +499,7 @@ def test_methods_that_are_not_taken_back_are_named(method: str, tmp_path: Path) 
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, 4))
 def test_a_scale_that_makes_a_weight_nan_is_named_and_nothing_is_written(
     layout: str, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ from tests.model.quantised.test_dequantize import (
     write_gpt_oss,
 )
 from tests.reference.tiny import tiny_model
-from tests.support import change_json, edited_json, user_error
+from tests.support import change_json, edited_json, few, user_error
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="without a GPU transformers dequantises FP8"
@@ -108,7 +108,7 @@ def written(
     return write(folder, make, settings, cache_scale=False)
 
 
-@pytest.mark.parametrize("form", EXACT)
+@pytest.mark.parametrize("form", few(EXACT, 5))
 def test_what_transformers_dequantises_as_the_formula_says_is_loaded(
     form: str, tmp_path: Path
 ) -> None:
@@ -196,7 +196,7 @@ def with_method(folder: Path, method: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
+@pytest.mark.parametrize("method", few(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING), 10))
 def test_inspect_convert_load_dequantize_and_training_agree_on_each_method(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.breadth
 def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
     tmp_path: Path,
 ) -> None:

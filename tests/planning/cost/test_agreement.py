@@ -68,7 +68,7 @@ def estimated(folder: Path, train: dict[str, Any], hardware: Hardware) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "gpu", "layout", "checkpointing", "rows", "dtype"),
-    few(SETTINGS[::3] + SETTINGS[1::3] + SETTINGS[2::3], 14),
+    few(SETTINGS[::3] + SETTINGS[1::3] + SETTINGS[2::3], 6),
 )
 def test_plan_and_estimate_agree(
     model: str,

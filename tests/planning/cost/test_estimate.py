@@ -50,6 +50,7 @@ from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import (
     ROOT,
+    UNLIKE,
     change_json,
     command_words,
     edited_json,
@@ -926,7 +927,7 @@ def of_two_streams(config: Any) -> int:
 
 
 @pytest.mark.usefixtures("own_setting_only")
-@pytest.mark.parametrize("model_type", few(sorted(TINY)))
+@pytest.mark.parametrize("model_type", few(sorted(TINY), kinds=UNLIKE))
 def test_the_step_of_every_family_is_followed_without_data(
     model_type: str, tmp_path: Path
 ) -> None:

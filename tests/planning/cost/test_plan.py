@@ -28,7 +28,7 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.network.links import write_links
 from tests.planning.cost.plans import BARE, EIGHT, even_links, lite
 from tests.real_configs import CONFIGS, real_folder
-from tests.support import skip_unavailable, user_error
+from tests.support import few, skip_unavailable, user_error
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +393,7 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
 
 @pytest.mark.parametrize(
     ("ranks", "needed"),
-    [("--tp", "--nodes 2 --tp 16"), ("--dp", "--nodes 2 --dp 16 --batch 32")],
+    few([("--tp", "--nodes 2 --tp 16"), ("--dp", "--nodes 2 --dp 16 --batch 32")], 1),
 )
 def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
     ranks: str, needed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

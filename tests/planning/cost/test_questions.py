@@ -28,7 +28,7 @@ from tests.support import ROOT, few
 NAMES = [f"{each.config}, {each.phase}, {each.gpu}" for each in QUESTIONS]
 
 
-@pytest.mark.parametrize("question", few(QUESTIONS, 4), ids=NAMES)
+@pytest.mark.parametrize("question", few(QUESTIONS, 2), ids=NAMES)
 def test_an_answer_is_that_of_a_roofline_by_hand(question: Question) -> None:
     """The step, its communication and its gain agree within 10 %; the schedule of two
     micro-batches by hand is a bound.

@@ -293,7 +293,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("kind", few(["selected", "both", "mlp"], 1))
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", few(MACHINES, 2))
 def test_each_row_has_the_time_of_its_connectivity_planned_by_itself(
     kind: str, machine: str, tmp_path: Path, run: Run
 ) -> None:
@@ -361,7 +361,7 @@ def test_no_set_of_halves_saves_much_more_than_a_front_at_the_loss_of_a_step(
         assert near >= best - 0.1 * most
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 2))
+@pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_the_lines_of_a_recipe_mean_the_connectivity_that_was_planned(
     kind: str, tmp_path: Path, run: Run
 ) -> None:

@@ -129,7 +129,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
 
 
 @pytest.mark.parametrize("calibrated", few([True, False], 1))
-@pytest.mark.parametrize("kind", few(reversed(KINDS), 2))
+@pytest.mark.parametrize("kind", few(reversed(KINDS), 1))
 def test_a_plan_puts_a_loss_beside_the_gain_of_the_connectivity_that_has_it(
     kind: str, calibrated: bool, tmp_path: Path, printed: Printed
 ) -> None:

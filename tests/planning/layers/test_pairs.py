@@ -34,7 +34,7 @@ from tests.planning.layers.test_study import model as model
 from tests.planning.layers.test_study import other_text as other_text
 from tests.planning.layers.test_study import text as text
 from tests.reference.tiny import tiny_model
-from tests.support import forked_ranks, status_of
+from tests.support import few, forked_ranks, status_of
 
 NUM_LAYERS = 4
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def measured_study(kind: str, size: float, folder: Path) -> tuple[dict[str, Any]
     return study, kl_of
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_the_error_of_what_prices_and_pairs_predict_falls_with_the_cube_of_the_damage(
     kind: str, tmp_path: Path
 ) -> None:
@@ -330,7 +330,7 @@ def test_a_study_of_whole_layers_and_one_of_tasks_have_no_pairs(
     assert not plan_layers(without_kl(folder), "2")["pairs"]
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", few([False, True], 1))
 def test_a_killed_study_continues_with_the_states_that_it_kept(
     lost: bool,
     model: Path,

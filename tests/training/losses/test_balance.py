@@ -313,7 +313,7 @@ def biased_trainer(
     return watch.trainer, watch
 
 
-@pytest.mark.parametrize(("steps", "num_rows"), [(3, 3), (10, 10), (25, 10)])
+@pytest.mark.parametrize(("steps", "num_rows"), few([(3, 3), (10, 10), (25, 10)], 1))
 def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_behind_it(
     tmp_path: Path, steps: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
