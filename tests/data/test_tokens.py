@@ -174,6 +174,7 @@ def test_worker_processes_change_neither_files_nor_records_and_end(
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.breadth
 def test_kills_at_random_moments_leave_the_same_bytes(
     mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

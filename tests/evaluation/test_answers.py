@@ -176,6 +176,7 @@ def test_no_batch_size_changes_an_answer(
     assert case.answers(GENERATION, CODE, batch_size=batch_size) == alone
 
 
+@pytest.mark.breadth
 def test_two_results_of_one_model_at_two_batch_sizes_are_alike(case: Case) -> None:
     results = []
     for batch_size in (1, 6):
@@ -207,6 +208,7 @@ def _of_rank(rank: int, case: Case, suite: SuiteConfig) -> Any:
     return case.answers_of(suite, batch_size=2, ranks=Ranks(rank, 2))
 
 
+@pytest.mark.breadth
 def test_no_number_of_ranks_changes_an_answer(
     case: Case, alone: dict[str, dict[str, str]]
 ) -> None:
@@ -227,6 +229,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(
     assert case.answers(SAMPLED, batch_size=batch_size) == made
 
 
+@pytest.mark.breadth
 def test_a_task_of_lm_eval_that_samples_gives_the_same_samples_in_any_batch(
     case: Case,
 ) -> None:

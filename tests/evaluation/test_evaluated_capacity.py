@@ -48,6 +48,7 @@ def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
         return evaluate(model, "model")
 
 
+@pytest.mark.breadth
 def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> None:
     ((result, samples),) = run_ranks(evaluated, 1, place, 0.5)
     ((_, without),) = run_ranks(evaluated, 1, place, None)

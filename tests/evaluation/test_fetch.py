@@ -314,6 +314,7 @@ def test_the_command_fetches_with_the_real_client_and_continues_after_a_failure(
     assert_fetched(tmp_path)
 
 
+@pytest.mark.breadth
 def test_a_fetch_that_was_killed_within_a_file_leaves_nothing_under_its_name_and_is_completed_by_the_next(
     server: str, tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ def test_gpqa_shuffles_its_choices_and_takes_the_last_letter(
         )
 
 
+@pytest.mark.breadth
 def test_bbh_has_its_twenty_seven_parts_with_three_shots(
     root: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_an_evaluation_whose_process_was_killed_continues_with_the_next_task(
     assert not (tmp_path / "out" / FINISHED_TASKS).exists()
 
 
+@pytest.mark.breadth
 def test_expert_parallel_processes_evaluate_as_one(place: Path, tmp_path: Path) -> None:
     assert main(command(place, tmp_path / "one", "--limit", "2")) == 0
     assert launch(

@@ -226,6 +226,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("engine", few([*ENGINES, "ep"], 1))
 def test_a_run_that_was_ended_continues_to_the_last_bit_on_as_many_ranks(
     bench: Bench, engine: str
@@ -759,6 +760,7 @@ def test_a_spread_student_keeps_the_mtp_layers_of_its_checkpoint(
     assert all(torch.equal(left[name], value) for name, value in tensors.items())
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("configuration", "options"),
     few([("cpu_2_ep", EP), pytest.param("cpu_2_zero3", [], marks=NEEDS_DEEPSPEED)], 1),
@@ -782,6 +784,7 @@ def test_the_trainings_of_a_sweep_share_a_launch_and_a_spread_teacher(
         assert spread["loss"] == pytest.approx(alone["loss"], rel=1e-3)
 
 
+@pytest.mark.breadth
 def test_a_model_from_scratch_is_that_of_the_first_rank(bench: Bench) -> None:
     keep = (
         "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts",

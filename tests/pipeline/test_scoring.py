@@ -461,6 +461,7 @@ def test_a_sweep_chooses_by_the_score_that_a_training_of_a_candidate_ends_with(
     assert not list((bench.folder / "swept/sweep").rglob("best"))
 
 
+@pytest.mark.breadth
 def test_a_sweep_by_scores_that_is_killed_goes_on_to_the_same_choice(
     bench: Bench,
     metrics: dict[str, dict[str, Any]],

@@ -245,6 +245,7 @@ def test_a_rank_that_cannot_write_ends_both_in_the_same_step(
     assert not any((bench.folder / "r" / "distill" / "checkpoints").iterdir())
 
 
+@pytest.mark.breadth
 @pytest.mark.usefixtures("background")
 @pytest.mark.parametrize(
     "moment",

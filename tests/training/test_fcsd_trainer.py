@@ -315,6 +315,7 @@ def test_outside_training_the_model_is_the_model_that_it_was(
         assert float(copied(ids).logits.abs().max()) > 0
 
 
+@pytest.mark.breadth
 def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
     make: Callable[..., FCSDTrainer],
 ) -> None:
@@ -452,6 +453,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.breadth
 def test_a_training_continues_to_the_weights_of_one_that_was_not_interrupted(
     make: Callable[..., FCSDTrainer],
 ) -> None:
@@ -563,6 +565,7 @@ def test_a_training_that_is_complete_is_left_with_its_best_weights(
     assert same(weights(done), weights(whole))
 
 
+@pytest.mark.breadth
 def test_workers_of_a_fork_server_read_the_rows_of_one_process(
     make: Callable[..., FCSDTrainer],
 ) -> None:
@@ -837,6 +840,7 @@ def trained(folder: str, base: str) -> tuple[list[float], float]:
     return curve(trainer), trainer.evaluate()["eval_kl"]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("engine", few(["fsdp2", "ddp"], 1))
 def test_two_ranks_train_what_one_process_trains(
     base_checkpoint: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch

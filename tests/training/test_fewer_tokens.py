@@ -208,6 +208,7 @@ def test_a_run_with_all_of_them_that_is_killed_continues_to_the_same_weights(
     assert scores["points"][-1]["score"] < scores["points"][0]["score"]
 
 
+@pytest.mark.breadth
 def test_two_forked_ranks_train_with_them_what_one_trains(bench: Bench) -> None:
     command = ["distill", str(bench.recipe("two", **settings(bench)))]
     assert [status for status, _ in run_ranks(ranks, 2, command, "")] == [0, 0]

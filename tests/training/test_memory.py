@@ -35,6 +35,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, int]:
     return measured_by("tests.training.test_memory", names)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("objective", few(OBJECTIVES, 1))
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(
     objective: str, measured: dict[str, int]

@@ -337,6 +337,7 @@ ON_POLICY: dict[str, Any] = {
 }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("engine", few(["fsdp2", "ddp"], 1))
 def test_two_ranks_write_and_train_what_one_process_does(
     bench: Bench, engine: str

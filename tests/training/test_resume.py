@@ -150,6 +150,7 @@ def test_wherever_a_run_is_killed_it_continues_to_the_same_weights(
     assert weights(bench, "killed") == whole
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("module", "place"),
     few([(run_module, "_leave_model"), (best_module, "drop_others")], 1),

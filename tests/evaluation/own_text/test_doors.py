@@ -27,6 +27,7 @@ def study(place: Path) -> Path:
     return place / "study"
 
 
+@pytest.mark.breadth
 def test_a_layer_study_finds_what_evaluate_finds(place: Path, study: Path) -> None:
     content = json.loads((study / "layers.json").read_text())
     (metric,) = content["metrics"]

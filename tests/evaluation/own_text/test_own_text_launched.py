@@ -12,6 +12,7 @@ from tests.support import few
 __all__ = ["place"]  # a fixture
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("config", few(["cpu_2_fsdp2", "cpu_2", "cpu_2_ep"], 1))
 def test_two_processes_find_what_one_finds(
     place: Path, tmp_path: Path, config: str

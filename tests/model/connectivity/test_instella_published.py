@@ -282,6 +282,7 @@ def published_bench(tmp_path):
     return make_bench(tmp_path / "amd", tmp_path)
 
 
+@pytest.mark.breadth
 def test_a_published_checkpoint_is_tuned_and_talked_to(
     published_bench, tmp_path, capsys, monkeypatch
 ):

@@ -30,6 +30,7 @@ def logits(model, x=X):
     return model(x, use_cache=False).logits
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, 1))
 def test_inference_compiles_to_one_graph(family):
     model = converted(family)

@@ -226,6 +226,7 @@ def test_a_stage_cut_by_hand_hands_on_the_pair(families):
         assert first[family][2] | second[family][2] == first[family][3], family
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("rewired", few([True, False], 1))
 def test_the_tracing_front_end_of_torch_hands_on_the_pair_since_transformers_5_24(
     rewired,

@@ -49,6 +49,7 @@ def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
     return by_way
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("family", "drop"), few([("deepseek_v3", "weight"), ("qwen2_moe", "order")], 1)
 )

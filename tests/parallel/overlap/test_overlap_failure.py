@@ -105,6 +105,7 @@ def test_a_rank_that_goes_wrong_between_dispatch_and_combine_ends_the_other(
     assert output.count(message) == 1, output
 
 
+@pytest.mark.breadth
 def test_a_rank_that_hangs_while_others_gather_weights_ends_all_long_before_the_launch_loses_patience(
     bench: Bench, tmp_path: Path
 ) -> None:

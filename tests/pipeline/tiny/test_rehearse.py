@@ -335,6 +335,7 @@ def test_the_eleven_benchmarks_score_a_rehearsal(tmp_path: Path) -> None:
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
 
 
+@pytest.mark.breadth
 def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(
     tmp_path: Path,
 ) -> None:

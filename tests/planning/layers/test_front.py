@@ -583,6 +583,7 @@ def test_verify_measures_the_choice_and_the_last_layers_that_are_as_fast(
         assert margin == pytest.approx(values[0] - value, abs=1e-6)
 
 
+@pytest.mark.breadth
 def test_a_study_measures_own_text_and_its_front_has_it_beside_the_kl(
     model: Path, text: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -241,6 +241,7 @@ def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
         assert abs(direct["kl"] - point["values"]["kl"]["value"]) > 1e-3
 
 
+@pytest.mark.breadth
 def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
     model: Path,
     text: Path,
@@ -264,6 +265,7 @@ def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
     refused(calibrated_command(model, text, other_text_now, folder), r"calibrated: ")
 
 
+@pytest.mark.breadth
 def test_verify_measures_calibrated_weights(
     calibrated: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +302,7 @@ def test_one_side_of_the_connectivity_is_studied_alone(
     assert points[2]["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
 
 
+@pytest.mark.breadth
 def test_the_mlp_side_is_studied_where_attention_is_partial_in_all_layers(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

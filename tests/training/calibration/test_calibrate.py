@@ -588,6 +588,7 @@ def test_the_kl_of_a_calibration_is_that_of_both_models_on_rows_that_no_map_was_
         assert results["kl"][name]["stderr"] == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.breadth
 def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

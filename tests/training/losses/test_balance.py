@@ -379,6 +379,7 @@ def test_a_step_that_is_skipped_moves_no_bias(tmp_path: Path) -> None:
     assert watch.untouched == [True] * 5
 
 
+@pytest.mark.breadth
 def test_a_run_that_was_ended_continues_with_its_biases(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
