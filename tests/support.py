@@ -330,11 +330,8 @@ def forked_ranks(
 
         torch.set_num_threads(1)
         numbers = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-        }
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        }  # fmt: skip
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         # the parent may have run alone before

@@ -198,15 +198,12 @@ def test_every_page_that_code_names_exists() -> None:
     named = {
         (str(path.relative_to(ROOT)), page)
         for path in (
-            *files,
-            ROOT / "CHANGELOG.md",
-            ROOT / "SECURITY.md",
-            ROOT / "CONTRIBUTING.md",
+            *files, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md",
         )
         for page in re.findall(
             r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8")
         )
-    }
+    }  # fmt: skip
     assert len(named) > 50
     assert sorted(one for one in named if not (ROOT / one[1]).is_file()) == []
 

@@ -50,11 +50,8 @@ ORDER_OF = {place.rpartition("/")[2]: order for place, order in ORDER.items()}
 # What a package imports from the others; the packages for engines run where fcsd is not
 # installed.
 OTHERS = {
-    "fcsd_sglang": {"fcsd_vllm"},
-    "fcsd_bench": {"fcsd"},
-    "fcsd_megatron": {"fcsd"},
-    "fcsd_steering": {"fcsd"},
-}
+    "fcsd_sglang": {"fcsd_vllm"}, "fcsd_bench": {"fcsd"}, "fcsd_megatron": {"fcsd"}, "fcsd_steering": {"fcsd"},
+}  # fmt: skip
 
 # Third-party packages that are slow to import, or that a user may not have: only the
 # places listed here import them.

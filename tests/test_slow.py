@@ -10,12 +10,9 @@ from tests import slow
 
 # Seconds of the cases of each function of tests/test_a.py.
 TIMES = {
-    "test_long": [0.6, 0.5],
-    "test_many": [0.25] * 8,
-    "test_first": [0.01],
-    "test_quick": [0.01, 0.02],
+    "test_long": [0.6, 0.5], "test_many": [0.25] * 8, "test_first": [0.01], "test_quick": [0.01, 0.02],
     "test_quick_now": [0.1],
-}
+}  # fmt: skip
 
 
 class Item:

@@ -36,14 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 CONNECTIVITIES: dict[str, Connectivity | None] = {
-    "regular": None,
-    "all": Connectivity("all"),
-    "half": Connectivity([2, 3]),
-    "gap": Connectivity([0, 1, 3]),
+    "regular": None, "all": Connectivity("all"), "half": Connectivity([2, 3]), "gap": Connectivity([0, 1, 3]),
     "attention_full": Connectivity("all", attention="full"),
     "mlp_full": Connectivity("all", mlp="full"),
     "mlp_mixed": Connectivity("all", mlp=[1, 2]),
-}
+}  # fmt: skip
 """Four layers; the first of deepseek_v3 is dense."""
 
 OPTIONS: dict[str, Any] = {

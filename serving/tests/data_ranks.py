@@ -19,11 +19,8 @@ import engine
 import two_ranks
 
 _CHUNKS = {
-    "enable_prefix_caching": True,
-    "max_num_batched_tokens": 48,
-    "block_size": 32,
-    "max_num_seqs": 4,
-}
+    "enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32, "max_num_seqs": 4,
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "blocking": {"comm": "blocking"}, "async": {"comm": "c10d"}, "timed": {"comm": "timed"},
     "no_ep": {"comm": "c10d", "enable_expert_parallel": False},

@@ -40,12 +40,9 @@ _FIRST_TEXT = 128  # the wrapper's ids of images are below
 
 # Sizes that the engine's CPU kernels have: heads of 32, MLA as in the real models.
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 4096,
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 _HEADS = {"head_dim": 32}
 _EXPERTS = {"moe_intermediate_size": 64}
 _YARN = {
@@ -75,11 +72,8 @@ _QWEN3_5 = {
     },
 }
 _GEMMA4 = {
-    **_HEADS,
-    **_EXPERTS,
-    "global_head_dim": 32,
-    "sliding_window": 32,
-}
+    **_HEADS, **_EXPERTS, "global_head_dim": 32, "sliding_window": 32,
+}  # fmt: skip
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_HEADS, **_EXPERTS},

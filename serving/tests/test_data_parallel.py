@@ -42,14 +42,11 @@ RIGHT = [
     "qwen2_moe-all:compiled",
 ]  # fmt: skip
 WRONG = [
-    "qwen2_moe-all:async:wait_at_start",
-    "qwen2_moe-all:async:dispatch_after_attention",
-    "qwen2_moe-all:async:read_before_combine",
-    "qwen2_moe-all:async:attend_to_routed",
-    "qwen2_moe-all:async:add_shared_twice",
-    "deepseek_v3-all:async:forget_scale",
+    "qwen2_moe-all:async:wait_at_start", "qwen2_moe-all:async:dispatch_after_attention",
+    "qwen2_moe-all:async:read_before_combine", "qwen2_moe-all:async:attend_to_routed",
+    "qwen2_moe-all:async:add_shared_twice", "deepseek_v3-all:async:forget_scale",
     "deepseek_v3-all:async:leave_dense_stock",
-]
+]  # fmt: skip
 FOUR = [
     *(f"{family}-all:async" for family in FAMILIES),
     "gpt_oss-gap:async",

@@ -50,12 +50,9 @@ if BREADTH:
     ]
     RIGHT += [case for case in every if case not in RIGHT]
 WRONG = [
-    "qwen3_moe-all:timed:wait_early",
-    "qwen3_moe-all:timed:wait_late",
-    "qwen3_moe-all:async:forget_all_reduce",
-    "qwen2_moe-all:async:reduce_shared_twice",
-    "deepseek_v2-all:async:leave_dense_stock",
-]
+    "qwen3_moe-all:timed:wait_early", "qwen3_moe-all:timed:wait_late", "qwen3_moe-all:async:forget_all_reduce",
+    "qwen2_moe-all:async:reduce_shared_twice", "deepseek_v2-all:async:leave_dense_stock",
+]  # fmt: skip
 
 
 def run_ranks(

@@ -43,11 +43,8 @@ def refusal(folder: Path, **options: Any) -> str:
 
 START = "import engine, pathlib, sys; engine.start_engine(pathlib.Path(sys.argv[1]))"
 FIELD = {
-    "version": 1,
-    "layers": [0, 1, 2, 3],
-    "attention": "partial",
-    "mlp": "outdated",
-}
+    "version": 1, "layers": [0, 1, 2, 3], "attention": "partial", "mlp": "outdated",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -374,12 +371,9 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
         impl, back_end = SimpleNamespace(), SimpleNamespace(activation_format=None)
         made = SimpleNamespace(
             **{
-                "is_monolithic": False,
-                "impl": impl,
-                "prepare_finalize": back_end,
-                **kernel,
+                "is_monolithic": False, "impl": impl, "prepare_finalize": back_end, **kernel,
             }
-        )
+        )  # fmt: skip
         runner = SimpleNamespace(
             routed_scaling_factor=1.0, _quant_method=SimpleNamespace(moe_kernel=made)
         )

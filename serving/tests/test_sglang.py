@@ -428,15 +428,12 @@ def test_without_the_plugin_sglang_refuses_the_folder(models: Path) -> None:
         ({"enable_two_batch_overlap": True}, "two-batch overlap"),
         ({"enable_layernorm_sp": True}, "residual stream on every rank"),
         ({"enable_nvidia_megakernel": True}, "monokernels"),
-        (
-            {"enable_fused_moe_sum_all_reduce": True},
-            "--enable-fused-moe-sum-all-reduce",
-        ),
+        ({"enable_fused_moe_sum_all_reduce": True}, "--enable-fused-moe-sum-all-reduce"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"enable_lora": True}, "LoRA"),
         ({"speculative_algorithm": "EAGLE3"}, "draft models"),
     ],
-)
+)  # fmt: skip
 def test_an_argument_that_farskip_layers_do_not_go_with_is_refused(
     argument: dict[str, Any], message: str
 ) -> None:
@@ -462,12 +459,9 @@ def test_every_refused_argument_is_one_of_sglang(stack: Any) -> None:
     [
         ("blocking", 'must be JSON such as {"comm": "blocking"}'),
         ('{"com": "blocking"}', "FCSD_SERVING.com: unknown key; did you mean 'comm'?"),
-        (
-            '{"comm": "stream"}',
-            "must be one of c10d, blocking, timed with SGLang, got 'stream'",
-        ),
+        ('{"comm": "stream"}', "must be one of c10d, blocking, timed with SGLang, got 'stream'"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_means_nothing_is_refused(
     text: str, message: str, stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,11 +270,8 @@ def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
     """
     folder = models / "qwen2_moe-all"
     speculation = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+    }  # fmt: skip
     llm = start(folder, speculative_config=speculation, disable_log_stats=False)
     equal, worst = engine.compare(
         engine.generate(llm, folder, prompt_logprobs=None), folder

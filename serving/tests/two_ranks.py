@@ -18,11 +18,8 @@ from typing import Any
 import engine
 
 _STAGES = {
-    "comm": "blocking",
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 2,
-    "enforce_eager": False,
-}
+    "comm": "blocking", "tensor_parallel_size": 1, "pipeline_parallel_size": 2, "enforce_eager": False,
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": _STAGES,  # compiled: on CPUs vLLM's own stages do not run eagerly
     "tp": {"comm": "blocking"},

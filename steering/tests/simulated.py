@@ -41,12 +41,9 @@ def links_of(
 
     def phase(alpha: Any, beta: Any) -> dict[str, Any]:
         return {
-            "alpha_s": np.asarray(alpha).tolist(),
-            "beta_s_per_byte": np.asarray(beta).tolist(),
-            "r2": [[None] * size] * size,
-            "refined": [[False] * size] * size,
-            "repeats": 1,
-        }
+            "alpha_s": np.asarray(alpha).tolist(), "beta_s_per_byte": np.asarray(beta).tolist(),
+            "r2": [[None] * size] * size, "refined": [[False] * size] * size, "repeats": 1,
+        }  # fmt: skip
 
     out = phase(alpha, beta)
     facts = {

@@ -87,11 +87,8 @@ def round_trips(rank: int, size: int, times: int = 60) -> Array:
 def measured(rank: int, collective: Collective, largest: int) -> Measurement:
     exchange = GroupExchange(None, collective, torch.device("cpu"))
     facts = {
-        "endpoints": list("abcd"),
-        "collective": collective,
-        "backend": "gloo",
-        "libraries": {},
-    }
+        "endpoints": list("abcd"), "collective": collective, "backend": "gloo", "libraries": {},
+    }  # fmt: skip
     floor = round_trips(rank, 4)
     links = profile(exchange, facts, largest_bytes=largest)
     given = patterns(4, LARGEST // 2)

@@ -36,11 +36,8 @@ BETA = (
     * 1e-8
 )
 FACTS: dict[str, Any] = {
-    "endpoints": ["a", "b", "c", "d"],
-    "collective": "p2p",
-    "backend": "gloo",
-    "libraries": {},
-}
+    "endpoints": ["a", "b", "c", "d"], "collective": "p2p", "backend": "gloo", "libraries": {},
+}  # fmt: skip
 LARGEST = 1 << 20
 # all that b sends leaves through a port that is faster than any edge
 SHARED = np.array([0.0, 1.2e-8, 0, 0])

@@ -147,14 +147,11 @@ def test_another_file_is_not_overwritten(
     assert (
         main(
             [
-                "profile-network",
-                str(tmp_path / "rows.jsonl"),
-                "--nccl-tests",
-                "nowhere.txt",
+                "profile-network", str(tmp_path / "rows.jsonl"), "--nccl-tests", "nowhere.txt",
             ]
         )
         == 2
-    )
+    )  # fmt: skip
     assert (
         "rows.jsonl: exists and is another kind of file; name another file"
         in capsys.readouterr().err

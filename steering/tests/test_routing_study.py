@@ -36,11 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("routing")
     fields = {
-        "num_hidden_layers": LAYERS + 1,
-        "vocab_size": 300,
-        "num_experts": EXPERTS,
-        "mlp_only_layers": [0],
-    }
+        "num_hidden_layers": LAYERS + 1, "vocab_size": 300, "num_experts": EXPERTS, "mlp_only_layers": [0],
+    }  # fmt: skip
     tiny_model("qwen2_moe", **fields).save_pretrained(folder / "original")
     tiny_tokenizer(300).save_pretrained(folder / "original")
     convert_checkpoint(folder / "original", folder / "converted", Connectivity("all"))
@@ -63,11 +60,8 @@ def links(path: Path, size: int) -> None:
         "r2": [[None] * size] * size, "refined": [[False] * size] * size,
     }  # fmt: skip
     facts = {
-        "collective": "p2p",
-        "backend": "gloo",
-        "world_size": size,
-        "libraries": {},
-    }
+        "collective": "p2p", "backend": "gloo", "world_size": size, "libraries": {},
+    }  # fmt: skip
     ports = {"egress_s_per_byte": [None] * size, "ingress_s_per_byte": [None] * size}
     phases = dict.fromkeys(("metadata", "dispatch", "combine"), phase)
     endpoints = [f"n{u}" for u in range(size)]
@@ -90,11 +84,8 @@ def options(folder: Path, output: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def result(folder: Path) -> dict[str, Any]:
     more = (
-        "--against",
-        str(folder / "original"),
-        "--links",
-        str(folder / "links.json"),
-    )
+        "--against", str(folder / "original"), "--links", str(folder / "links.json"),
+    )  # fmt: skip
     assert main(options(folder, folder / "study", *more)) == 0
     study: dict[str, Any] = json.loads((folder / "study" / "routing.json").read_text())
     return study
@@ -285,11 +276,8 @@ def test_the_report_says_what_conversion_did_and_a_finished_study_is_not_run_aga
 ) -> None:
     monkeypatch.setattr(study_module, "load_for_evaluation", None)
     more = (
-        "--against",
-        str(folder / "original"),
-        "--links",
-        str(folder / "links.json"),
-    )
+        "--against", str(folder / "original"), "--links", str(folder / "links.json"),
+    )  # fmt: skip
     assert main(options(folder, folder / "study", *more)) == 0
     text = capsys.readouterr().out
     assert text == (folder / "study" / "routing.md").read_text() + "\n"

@@ -62,12 +62,9 @@ def study_of(recipe_file: Path, **changes: Any) -> Path:
     """Write a study of a recipe beside it."""
     path = recipe_file.with_name("study.yaml")
     study = {
-        "recipe": str(recipe_file),
-        "links": str(LINKS),
-        "models": ["original", "converted"],
-        "kind": ["camoe", "bottleneck"],
-        "strengths": [0, 0.2],
-    }
+        "recipe": str(recipe_file), "links": str(LINKS), "models": ["original", "converted"],
+        "kind": ["camoe", "bottleneck"], "strengths": [0, 0.2],
+    }  # fmt: skip
     path.write_text(yaml.safe_dump(study | changes))
     return path
 

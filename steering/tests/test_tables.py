@@ -301,11 +301,8 @@ def test_the_command_writes_tables_that_fit_the_model(
     assert " ms (-" in capsys.readouterr().out
     tables = read_tables(folder / "tables")
     assert (tables.kind, tables.strength, tables.selection, tables.num_endpoints) == (
-        "camoe",
-        0.5,
-        True,
-        4,
-    )
+        "camoe", 0.5, True, 4,
+    )  # fmt: skip
     assert (tables.model_type, tables.layers, tables.num_experts) == (
         "qwen3_moe",
         (0, 1, 2, 3),
@@ -363,11 +360,8 @@ def test_windows_are_read_by_layer_with_the_dispatch_first(folder: Path) -> None
 
 def windows(folder: Path, **changes: Any) -> str:
     facts = {
-        "model_type": "qwen3_moe",
-        "layers": [0, 1, 2, 3],
-        "dispatch_s": [1.0] * 4,
-        "combine_s": [1.0] * 4,
-    }
+        "model_type": "qwen3_moe", "layers": [0, 1, 2, 3], "dispatch_s": [1.0] * 4, "combine_s": [1.0] * 4,
+    }  # fmt: skip
     (folder / "windows.json").write_text(json.dumps(facts | changes))
     return str(folder / "windows.json")
 

@@ -114,11 +114,8 @@ def test_a_dense_model_a_wrong_text_and_a_second_conversion_are_refused_as_on_th
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
+        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
     dense = Qwen3ForCausalLM(
         Qwen3Config(num_hidden_layers=2, vocab_size=99, head_dim=8, **sizes)
     )
@@ -227,15 +224,12 @@ def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
     [
         ({"token": "hf_x"}, "token: set HF_TOKEN, or log in"),
         ({"cache_dir": "/big/disk"}, "cache_dir: set HF_HUB_CACHE"),
-        (
-            {"connectivity": fcsd.Connectivity(layers="all")},
-            "connectivity: give it as layers=",
-        ),
+        ({"connectivity": fcsd.Connectivity(layers="all")}, "connectivity: give it as layers="),
         ({"local_files_only": True}, "local_files_only: set HF_HUB_OFFLINE=1"),
         ({"config": object()}, "config: change the config.json of the checkpoint"),
         ({"output_loading_info": True}, "output_loading_info: a checkpoint that does"),
     ],
-)
+)  # fmt: skip
 def test_an_option_of_from_pretrained_that_would_have_no_effect_is_refused(
     options: dict[str, Any], message: str, base_checkpoint: Path
 ) -> None:

@@ -48,12 +48,9 @@ def checkout(folder: Path, remote: str | None = None) -> str:
         ("https://github.com/me/fcsd.git", "https://github.com/me/fcsd.git"),
         ("https://me:secret@github.com/me/fcsd", "https://github.com/me/fcsd"),
         ("git@github.com:me/fcsd.git", "https://github.com/me/fcsd.git"),
-        (
-            "ssh://git:secret@git.example.org/me/fcsd",
-            "ssh://git@git.example.org/me/fcsd",
-        ),
+        ("ssh://git:secret@git.example.org/me/fcsd", "ssh://git@git.example.org/me/fcsd"),
     ],
-)
+)  # fmt: skip
 def test_a_checkout_gives_the_address_of_its_remote_and_its_commit(
     remote: str, address: str, tmp_path: Path
 ) -> None:

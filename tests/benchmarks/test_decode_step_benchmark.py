@@ -168,11 +168,8 @@ def test_a_ranks_share_of_the_published_model_has_its_heads_and_experts() -> Non
     shape = shape_of(read_json(PUBLISHED), 8)
     assert (shape.heads, shape.kv_heads, shape.inner, shape.vocab) == (4, 1, 96, 18992)
     assert (shape.layers, shape.hidden, shape.experts, shape.top_k) == (
-        48,
-        2048,
-        128,
-        8,
-    )
+        48, 2048, 128, 8,
+    )  # fmt: skip
     for changes, message in (
         ({"model_type": "gpt_oss"}, "gpt_oss; only qwen3_moe"),
         ({"mlp_only_layers": [0]}, "layers without routed experts"),

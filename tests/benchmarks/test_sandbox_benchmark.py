@@ -26,11 +26,8 @@ def test_overhead_stands_beside_two_forks_and_canonical_programs_are_counted(
     assert benchmark.main([*words, "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert list(report["overhead_ms"]) == [
-        "two forks",
-        "interpreter",
-        "one worker",
-        "2 workers",
-    ]
+        "two forks", "interpreter", "one worker", "2 workers",
+    ]  # fmt: skip
     assert all(
         len(times) == 2 and min(times) > 0 for times in report["overhead_ms"].values()
     )

@@ -294,14 +294,11 @@ def source(bench: Bench, text: str, **keys: Any) -> dict[str, Any]:
 ROW = (
     json.dumps(
         {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-            ]
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         }
     )
     + "\n"
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -172,14 +172,11 @@ def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
     [
         (CONVERSATION, "a user speaks first"),
         (
-            [
-                {"role": "user", "content": "2+2?"},
-                {"role": "assistant", "content": "4", "name": 4},
-            ],
+            [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "name": 4}],
             "concatenate|can only",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_conversation_that_the_template_cannot_write_is_a_bad_row(
     messages: Any, reason: str
 ) -> None:

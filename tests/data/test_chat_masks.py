@@ -298,16 +298,13 @@ def test_where_turns_have_no_end_the_token_of_the_next_role_is_learnt_and_one_is
     kinds = {
         "several turns": ["\ngreetings<|user|>", "\ncold<|user|>", "\nwelcome<|user|>"],
         "a tool": [
-            '\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
-            "\ncold<|user|>",
-            "\nwelcome<|user|>",
+            '\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>', "\ncold<|user|>", "\nwelcome<|user|>",
         ],
         "a call at the end": [
-            "\ngreetings<|user|>",
-            '\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
+            "\ngreetings<|user|>", '\n<tool_call>weather{"city": "oslo"}</tool_call><|observation|>',
         ],
         "an empty answer": ["\n<|user|>", "\nwelcome<|user|>"],
-    }
+    }  # fmt: skip
     for kind, expected in kinds.items():
         assert said_in(NO_END, CONVERSATIONS[kind]) == expected
     (everything,) = said_in(NO_END, CONVERSATIONS["several turns"], loss_on="all")

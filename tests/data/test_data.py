@@ -456,12 +456,9 @@ def tiny_model(family, attention):
     import transformers
 
     shape = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "moe_intermediate_size": 16,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16,
         "num_hidden_layers": 2,
-    }
+    }  # fmt: skip
     if family == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
             **shape,
@@ -643,14 +640,11 @@ def test_sources_of_different_columns_are_mixed(tmp_path):
         [
             {
                 "id": n,
-                "c": [
-                    {"from": "human", "value": "x"},
-                    {"from": "gpt", "value": "say b"},
-                ],
+                "c": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "say b"}],
             }
             for n in range(300)
         ],
-    )
+    )  # fmt: skip
     write_jsonl(tmp_path / "c.jsonl", [{"p": "y", "r": "say c"} for _ in range(300)])
     sources = [
         Source(str(tmp_path / "a.jsonl"), columns={"messages": "m"}),
@@ -691,12 +685,9 @@ def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_p
         ({"path": "missing.jsonl"}, "missing.jsonl: no such file"),
         ({"path": "./nowhere/at/all"}, "no such folder"),
         ({"split": "test"}, "no split 'test'"),
-        (
-            {"columns": {"prompt": "q", "response": "text"}},
-            "no column 'q'; it has 'text'",
-        ),
+        ({"columns": {"prompt": "q", "response": "text"}}, "no column 'q'; it has 'text'"),
     ],
-)
+)  # fmt: skip
 def test_a_source_that_is_not_what_the_recipe_says_is_refused(
     tmp_path, change, message
 ):

@@ -99,11 +99,8 @@ def test_no_date_is_recorded_where_the_template_writes_none(
         "qwen3_moe", vocab_size=512, max_position_embeddings=512, num_hidden_layers=1
     )
     row = {
-        "task": "t_answers",
-        "kind": "generation",
-        "metric": "exact_match,none",
-        "dataset": "o/answers",
-    }
+        "task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers",
+    }  # fmt: skip
     made = SuiteConfig.model_validate(
         suite(place, {**row, "chat_template": True}).model_dump()
     )

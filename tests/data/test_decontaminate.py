@@ -170,12 +170,9 @@ def places(
     ]
     talk[7]["m"][1]["value"] = QUESTION.upper()
     sources = [
-        SourceConfig(
-            path=write(tmp_path / "a.jsonl", plain),
-            columns={"prompt": "p", "response": "r"},
-        ),
+        SourceConfig(path=write(tmp_path / "a.jsonl", plain), columns={"prompt": "p", "response": "r"}),
         SourceConfig(path=write(tmp_path / "b.jsonl", talk), columns={"messages": "m"}),
-    ]
+    ]  # fmt: skip
     root = tmp_path / "root" / "owner" / "bench"
     root.mkdir(parents=True)
     write(
@@ -252,11 +249,8 @@ def test_what_the_items_are_is_checked(
         "{suite: tinny}": "suite 'tinny': no such suite; did you mean 'tiny'?",
     }.items():
         command = [
-            "--set",
-            f"data.decontaminate={change}",
-            "--set",
-            f"evaluation.data_root={root}",
-        ]
+            "--set", f"data.decontaminate={change}", "--set", f"evaluation.data_root={root}",
+        ]  # fmt: skip
         assert main(["distill", str(bench.recipe("r")), *command]) == 2
         assert message in capsys.readouterr().err
 

@@ -613,13 +613,10 @@ def test_of_several_masks_all_count_and_what_is_not_attended_to_is_left_out() ->
         ),
         (
             {"loss_mask": [0, 1, 0, 0, 0], "labels": [-100, 6, 7, -100, -100]},
-            (
-                "columns 'labels' and 'loss_mask': they disagree about loss, first"
-                " at token 3; remove one of them"
-            ),
+            "columns 'labels' and 'loss_mask': they disagree about loss, first at token 3; remove one of them",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_mask_that_does_not_fit_is_refused(more: dict[str, Any], reason: str) -> None:
     with user_error(reason):
         given_rows([IDS | more], make_tokenizer(), name="x", max_length=5)

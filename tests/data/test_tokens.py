@@ -143,11 +143,8 @@ def mixed(tmp_path: Path) -> Iterator[Any]:
     ) -> tuple[Any, Any]:
         decontaminator, bad = Decontaminator(index), BadRows("skip")
         options: dict[str, Any] = {
-            "max_length": 32,
-            "decontaminator": decontaminator,
-            "bad_rows": bad,
-            **layout,
-        }
+            "max_length": 32, "decontaminator": decontaminator, "bad_rows": bad, **layout,
+        }  # fmt: skip
         if place is not None:
             options["place"] = (place, ["a", "b"])
         built = build_dataset(parts, TOKENIZER, num_proc=num_proc, **options)
@@ -435,11 +432,8 @@ def test_of_a_large_source_as_much_is_written_as_a_training_needs(
     ]
     place = tmp_path / "tokens", ["a", "b"]
     options: dict[str, Any] = {
-        "max_length": 32,
-        "packing": False,
-        "place": place,
-        "num_proc": 1,
-    }
+        "max_length": 32, "packing": False, "place": place, "num_proc": 1,
+    }  # fmt: skip
     built = build_dataset(parts, TOKENIZER, num_rows=40, **options)
     assert len(built) == 40
     said = texts(built)

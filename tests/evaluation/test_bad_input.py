@@ -25,24 +25,15 @@ from tests.support import command_words, few, start
 
 Files = dict[str, list[dict[str, Any]] | str | None]
 PIQA = {
-    "task": "piqa",
-    "kind": "likelihood",
-    "metric": "acc_norm,none",
-    "dataset": "baber/piqa",
-}
+    "task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa",
+}  # fmt: skip
 GSM8K = {
-    "task": "gsm8k",
-    "kind": "generation",
-    "metric": "exact_match,strict-match",
-    "num_fewshot": 2,
+    "task": "gsm8k", "kind": "generation", "metric": "exact_match,strict-match", "num_fewshot": 2,
     "dataset": "openai/gsm8k",
-}
+}  # fmt: skip
 CODE = {
-    "task": "mbpp_plus",
-    "kind": "code",
-    "dataset": "evalplus/mbppplus",
-    "max_new_tokens": 4,
-}
+    "task": "mbpp_plus", "kind": "code", "dataset": "evalplus/mbppplus", "max_new_tokens": 4,
+}  # fmt: skip
 SPLITS = {
     "baber/piqa": ("train", "validation"),
     "openai/gsm8k": ("train", "test"),
@@ -75,11 +66,8 @@ def words(model: Path, root: Path, *tasks: dict[str, Any], **options: Any) -> li
     suite = root.parent / "suite.yaml"
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": list(tasks)}))
     given = {
-        "suite": suite,
-        "data-root": root,
-        "output": root.parent / "out",
-        "limit": 1,
-    } | options
+        "suite": suite, "data-root": root, "output": root.parent / "out", "limit": 1,
+    } | options  # fmt: skip
     return [
         "evaluate",
         str(model),
@@ -191,11 +179,8 @@ def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     }
     write_repository(root / "cais/mmlu", subjects)
     task = {
-        "task": "mmlu",
-        "kind": "likelihood",
-        "metric": "acc,none",
-        "dataset": "cais/mmlu",
-    }
+        "task": "mmlu", "kind": "likelihood", "metric": "acc,none", "dataset": "cais/mmlu",
+    }  # fmt: skip
     said = error_of(words(model, root, task), capsys)
     assert said.startswith(
         f"task mmlu: {root}/cais/mmlu/abstract_algebra/test.jsonl, row 0: choices must"

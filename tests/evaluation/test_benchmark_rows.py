@@ -306,11 +306,8 @@ def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:
     )
     assert made + "\n" == expected + template.render(**document)
     assert (row.stop, row.max_new_tokens, row.tests, row.headline) == (
-        ["[DONE]"],
-        256,
-        "visible",
-        False,
-    )
+        ["[DONE]"], 256, "visible", False,
+    )  # fmt: skip
 
 
 NAMES = {

@@ -19,11 +19,8 @@ from tests.support import ROOT, user_error
 
 def item(number: int, score: float, choices: int = 0) -> dict[str, Any]:
     sample = {
-        "doc_id": number,
-        "doc_hash": f"d{number}",
-        "prompt_hash": f"p{number}",
-        "score": score,
-    }
+        "doc_id": number, "doc_hash": f"d{number}", "prompt_hash": f"p{number}", "score": score,
+    }  # fmt: skip
     return sample | ({"loglikelihoods": [-1.0] * choices} if choices else {})
 
 

@@ -104,19 +104,13 @@ def suite(place: Path, *rows: dict[str, Any]) -> SuiteConfig:
 
 def likelihood(task: str = "t_choice", **changes: Any) -> dict[str, Any]:
     return {
-        "task": task,
-        "kind": "likelihood",
-        "metric": "acc,none",
-        "dataset": "o/choice",
-    } | changes
+        "task": task, "kind": "likelihood", "metric": "acc,none", "dataset": "o/choice",
+    } | changes  # fmt: skip
 
 
 GENERATION = {
-    "task": "t_answers",
-    "kind": "generation",
-    "metric": "exact_match,none",
-    "dataset": "o/answers",
-}
+    "task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -443,11 +437,8 @@ def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
         CODE,
     ]  # fmt: skip
     plan = {
-        "data_root": str(place / "data"),
-        "batch_size": 2,
-        "limit": 2,
-        "allow_weak_sandbox": True,
-    }
+        "data_root": str(place / "data"), "batch_size": 2, "limit": 2, "allow_weak_sandbox": True,
+    }  # fmt: skip
     _, samples = evaluate(
         drafting, tiny_tokenizer(), suite(place, *rows), progress=False, **plan
     )

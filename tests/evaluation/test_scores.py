@@ -28,11 +28,8 @@ def samples(scores: list[float], prompt: str = "p") -> list[dict[str, Any]]:
 
 def result(scores: dict[str, list[float]], **row: Any) -> dict[str, Any]:
     base = {
-        "metric": "acc,none",
-        "num_fewshot": 0,
-        "kind": "likelihood",
-        "headline": True,
-    } | row
+        "metric": "acc,none", "num_fewshot": 0, "kind": "likelihood", "headline": True,
+    } | row  # fmt: skip
     return {
         "result": {"tasks": dict.fromkeys(scores, base), "settings": {"limit": None}},
         "samples": {task: samples(values) for task, values in scores.items()},

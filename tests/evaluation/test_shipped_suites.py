@@ -54,12 +54,9 @@ CAMOE9 = {
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("paper11", PAPER11),
-        ("paper11_chat", PAPER11),
-        ("pretrain9", PRETRAIN9),
-        ("camoe9", CAMOE9),
+        ("paper11", PAPER11), ("paper11_chat", PAPER11), ("pretrain9", PRETRAIN9), ("camoe9", CAMOE9),
     ],
-)
+)  # fmt: skip
 def test_a_shipped_suite_has_the_papers_tasks_shots_metrics_and_data(
     name: str, expected: dict[str, tuple[int, str, str]]
 ) -> None:

@@ -85,11 +85,8 @@ def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_code_row_records_its_defaults() -> None:
     row = CodeTaskConfig.model_validate(CODE)
     assert (row.split, row.max_new_tokens, row.timeout_s, row.prompt_template) == (
-        "test",
-        768,
-        10.0,
-        "{prompt}",
-    )
+        "test", 768, 10.0, "{prompt}",
+    )  # fmt: skip
 
 
 def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(

@@ -316,11 +316,8 @@ def test_an_engine_on_one_nccl_rank_trains_what_a_plain_process_does(
         pytest.importorskip("deepspeed", reason="needs DeepSpeed")
     config = bench.folder / "config.yaml"
     common = {
-        "compute_environment": "LOCAL_MACHINE",
-        "num_machines": 1,
-        "num_processes": 1,
-        "mixed_precision": "no",
-    }
+        "compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": 1, "mixed_precision": "no",
+    }  # fmt: skip
     config.write_text(yaml.safe_dump(common | ENGINES[engine]))
     launch = (
         "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", str(free_port()),

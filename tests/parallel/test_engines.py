@@ -248,11 +248,8 @@ def test_with_bf16_float32_weights_are_trained_in_bfloat16(
     bench: Bench, engine: str
 ) -> None:
     train = {
-        "max_steps": 4,
-        "batch_size_tokens": 128,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-    }
+        "max_steps": 4, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+    }  # fmt: skip
     train |= {"warmup_steps": 2, "logging_steps": 1, "save_steps": 2}
     changes: dict[str, Any] = {"train": train | {"bf16": True}}
     if engine == "ep":  # loaded in its dtype, and then cast
@@ -510,11 +507,8 @@ def teacher_on_rank(
     ModelTeacher(model, head).prepare(batches)
     body = bytes_on_rank(model.model)
     return (
-        head.weight.detach(),
-        batches[0]["teacher_hidden"],
-        batches[1]["teacher_hidden"].shape,
-        body,
-    )
+        head.weight.detach(), batches[0]["teacher_hidden"], batches[1]["teacher_hidden"].shape, body,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -801,11 +795,8 @@ def test_a_model_from_scratch_is_that_of_the_first_rank(bench: Bench) -> None:
         "max_steps": 2, "batch_size_tokens": 128, "warmup_steps": 1, "learning_rate": 1e-3, "logging_steps": 1,
     }  # fmt: skip
     plan = {
-        "config": config,
-        "tokenizer": str(bench.base),
-        "data": data,
-        "train": train,
-    }
+        "config": config, "tokenizer": str(bench.base), "data": data, "train": train,
+    }  # fmt: skip
     two, one = (
         str(bench.recipe(name, model=None, pretrain=plan)) for name in ("two", "one")
     )

@@ -160,11 +160,8 @@ def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_h
     rows = {"path": str(bench.rows)}
     data = {"train": [rows], "heldout": rows, "heldout_examples": 8, "max_length": 32}
     stopping = {
-        "metric": "heldout_kl",
-        "every_steps": 4,
-        "patience": 9,
-        "min_delta": 0.0,
-    }
+        "metric": "heldout_kl", "every_steps": 4, "patience": 9, "min_delta": 0.0,
+    }  # fmt: skip
     assert (
         main(["distill", str(bench.recipe("r", data=data, early_stopping=stopping))])
         == 0

@@ -189,11 +189,8 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
 ) -> None:
     data = {"train": [{"path": str(bench.rows)}], "max_length": 256}
     train = {
-        "max_steps": 1,
-        "warmup_steps": 0,
-        "batch_size_tokens": 512,
-        "per_device_train_batch_size": 2,
-    }
+        "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 512, "per_device_train_batch_size": 2,
+    }  # fmt: skip
     run = run_of(bench.recipe("long", data=data, train=train))
     for _ in range(2):
         check_run(run)

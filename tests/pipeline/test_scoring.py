@@ -53,11 +53,8 @@ def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
         [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(5)],
     )
     answers = {
-        "metric": "exact_match,none",
-        "kind": "generation",
-        "task": "tiny_answers",
-        "dataset": str(folder),
-    }
+        "metric": "exact_match,none", "kind": "generation", "task": "tiny_answers", "dataset": str(folder),
+    }  # fmt: skip
     return {
         "code": bench.early_stopping | OFTEN,
         "likelihood": bench.choice | OFTEN,
@@ -438,12 +435,9 @@ def test_a_sweep_chooses_by_the_score_that_a_training_of_a_candidate_ends_with(
 ) -> None:
     rates, stopping = [1e-3, 1e-2], metrics[kind]
     plan = {
-        "batch_size_tokens": [64],
-        "learning_rate": rates,
-        "steps": 2,
-        "warmup_steps": 1,
+        "batch_size_tokens": [64], "learning_rate": rates, "steps": 2, "warmup_steps": 1,
         "choose_by": "early_stopping",
-    }
+    }  # fmt: skip
     train = TRAIN | {"max_steps": 2}
     path = recipe(bench, "swept", stopping, train=train, sweep=plan)
     assert main(["sweep", str(path)]) == 0
@@ -468,12 +462,9 @@ def test_a_sweep_by_scores_that_is_killed_goes_on_to_the_same_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = {
-        "batch_size_tokens": [64],
-        "learning_rate": [1e-3, 1e-2],
-        "steps": 4,
-        "warmup_steps": 1,
+        "batch_size_tokens": [64], "learning_rate": [1e-3, 1e-2], "steps": 4, "warmup_steps": 1,
         "choose_by": "early_stopping",
-    }
+    }  # fmt: skip
     whole, cut = (
         recipe(bench, name, metrics["own_text"], sweep=plan)
         for name in ("whole", "cut")

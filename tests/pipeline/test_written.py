@@ -221,15 +221,12 @@ def test_a_server_writes_what_the_model_in_memory_writes(
     ("changes", "words"),
     [
         ({"max_examples": None}, "written: needs max_examples, the number of prompts"),
-        (
-            {"written": {"server": "http://name:secret@host:80"}},
-            "data.train.0.written.server",
-        ),
+        ({"written": {"server": "http://name:secret@host:80"}}, "data.train.0.written.server"),
         ({"written": {"server": "localhost"}}, "http://localhost:8000 is needed"),
         ({"written": {"tokens": 3}}, "written.tokens: unknown key"),
         ({"written": GREEDY | {"max_new_tokens": 5000}}, "lower max_new_tokens"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_written_is_refused(
     bench: Bench,
     changes: dict[str, Any],

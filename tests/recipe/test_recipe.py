@@ -290,11 +290,8 @@ def test_defaults_are_those_of_the_objective(
 
 CODE = {"kind": "code", "task": "mine", "dataset": "a/b"}
 CHOICE = {
-    "kind": "likelihood",
-    "metric": "acc,none",
-    "task": "piqa",
-    "dataset": "baber/piqa",
-}
+    "kind": "likelihood", "metric": "acc,none", "task": "piqa", "dataset": "baber/piqa",
+}  # fmt: skip
 
 
 WRONG = [
@@ -519,12 +516,9 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
 @pytest.mark.parametrize(
     "key",
     [
-        "train.learning_rate",
-        "train.max_steps",
-        "objective.temperature",
-        "early_stopping.patience",
+        "train.learning_rate", "train.max_steps", "objective.temperature", "early_stopping.patience",
     ],
-)
+)  # fmt: skip
 def test_true_is_no_number(tmp_path: Path, key: str) -> None:
     path = write(tmp_path, MINIMAL | {"early_stopping": {"metric": "heldout_kl"}})
     with user_error(rf"x\.yaml: {re.escape(key)}: a number is needed, got True"):
@@ -604,11 +598,8 @@ def test_an_output_folder_that_cannot_exist_is_refused_when_the_recipe_is_read(
 
 def test_names_of_suites_and_tasks_become_paths_too(tmp_path: Path) -> None:
     row = {
-        "task": "piqa",
-        "kind": "likelihood",
-        "metric": "acc,none",
-        "dataset": "baber/piqa",
-    }
+        "task": "piqa", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa",
+    }  # fmt: skip
     for suite in (
         {"name": "../x", "tasks": [row]},
         {"name": "x", "tasks": [row | {"task": "../x"}]},
@@ -748,11 +739,8 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
     assert recipe.variant("lora").lora.target_modules == "all-linear"
     path, model = recipe.teacher_model
     assert (path, model.path, model.revision, model.dtype) == (
-        "big",
-        "big",
-        "r1",
-        "auto",
-    )
+        "big", "big", "r1", "auto",
+    )  # fmt: skip
     plain = load_recipe(write(tmp_path, MINIMAL))
     assert plain.teacher.backend == "sharded"
     assert plain.teacher_model == ("m", plain.model)
@@ -794,19 +782,13 @@ def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(
         "none": {"early_stopping": None},
     }
     stopping = {
-        "suite": "paper11",
-        "task": "mbpp_plus",
-        "limit": 7,
-        "every_steps": 5,
-    }
+        "suite": "paper11", "task": "mbpp_plus", "limit": 7, "every_steps": 5,
+    }  # fmt: skip
     value = MINIMAL | {"data": data, "early_stopping": stopping, "variants": variants}
     recipe = load_recipe(write(tmp_path, value))
     assert recipe.variant("kl").early_stopping.model_dump() == {
-        "metric": "heldout_kl",
-        "every_steps": 5,
-        "patience": 20,
-        "min_delta": 0.02,
-    }
+        "metric": "heldout_kl", "every_steps": 5, "patience": 20, "min_delta": 0.02,
+    }  # fmt: skip
     choice = recipe.variant("choice").early_stopping
     assert (choice.row.task, choice.row.kind) == ("hellaswag", "likelihood")
     assert choice.limit == 7 and recipe.variant("none").early_stopping is None

@@ -402,11 +402,8 @@ LAYERS: dict[str, Any] = {
 """Model type -> `Layer`; `block_streams` where each layer is one branch."""
 
 WRAPPERS: dict[str, Layer] = {
-    "mistral_large4": _glm_moe_dsa,
-    "muse_spark": _muse_spark,
-    "inkling_mm_model": _inkling,
-    **hyper.WRAPPERS,
-}
+    "mistral_large4": _glm_moe_dsa, "muse_spark": _muse_spark, "inkling_mm_model": _inkling, **hyper.WRAPPERS,
+}  # fmt: skip
 """The same for multimodal wrappers."""
 
 

@@ -111,17 +111,14 @@ def _type(annotation: Any) -> str:
         f"{sign} {getattr(bound, name)}"
         for bound in bounds
         for kind, name, sign in (
-            (Gt, "gt", ">"),
-            (Ge, "ge", ">="),
-            (Lt, "lt", "<"),
-            (Le, "le", "<="),
+            (Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="),
         )
         if isinstance(bound, kind)
     ] + [
         f"of at least {bound.min_length}"
         for bound in bounds
         if isinstance(bound, MinLen)
-    ]
+    ]  # fmt: skip
     return " ".join([_plain(annotation), " and ".join(limits)]).strip()
 
 

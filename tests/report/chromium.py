@@ -53,11 +53,8 @@ class Chromium:
         self._read, write_there = os.pipe()
         ends = (read_there, write_there)
         command = [
-            PROGRAM,
-            *_FLAGS,
-            f"--user-data-dir={folder / 'profile'}",
-            "about:blank",
-        ]
+            PROGRAM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank",
+        ]  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-ISc", _START, *map(str, ends), *command],
             pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -103,11 +103,8 @@ def test_members_of_a_group_are_compared_each(folders: tuple[Path, Path]) -> Non
     members = compare(both["original"], both["fcsd"])["tasks"]["mmlu"]["members"]
     law = members["mmlu_law"]
     assert (law["num_items"], law["delta"], law["gained"], law["lost"]) == (
-        4,
-        -0.5,
-        0,
-        2,
-    )
+        4, -0.5, 0, 2,
+    )  # fmt: skip
     # differences 0, -1, 0, -1 about -1/2: variance 4 (1/4) / 3, over 4 items
     assert law["delta_stderr"] == pytest.approx((1 / 12) ** 0.5)
     assert (members["mmlu_art"]["delta"], members["mmlu_art"]["p_value"]) == (0.5, 1.0)

@@ -192,13 +192,10 @@ def test_the_sweep_has_a_tick_for_every_value_that_was_tried(
     ]
     plots.plot_sweep(
         {
-            "batch_size_tokens": 131072,
-            "learning_rate": 2e-5,
-            "last_steps": 9,
-            "candidates": rows,
+            "batch_size_tokens": 131072, "learning_rate": 2e-5, "last_steps": 9, "candidates": rows,
         },
         tmp_path,
-    )
+    )  # fmt: skip
     batch, rate = drawn[0].axes
     labels = [
         [tick.get_text() for tick in axis.get_xticklabels()] for axis in (batch, rate)

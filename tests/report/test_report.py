@@ -57,13 +57,10 @@ def result(
         }  # fmt: skip
         samples[task] = [
             {
-                "doc_id": i,
-                "doc_hash": f"d{i}",
-                "prompt_hash": f"p{i}",
-                "score": float(score),
+                "doc_id": i, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": float(score),
             }
             for i, score in enumerate(scores)
-        ]
+        ]  # fmt: skip
     suite = {
         "tasks": [
             {"task": task, "dataset": f"a/{task}", "kind": tasks[task]["kind"]}
@@ -144,12 +141,9 @@ def run(recipe: Recipe) -> Path:
     stopping = {"num_scores": 2, "num_items": 40, "num_items_total": 378, "best_stderr": 0.08, "scoring_s": 90.0,
                 "run_s": 3600.0, "share_of_time": 0.025}  # fmt: skip
     results = {
-        "steps": 10,
-        "best_step": 10,
-        "best_score": 0.5,
-        "early_stopping": stopping,
+        "steps": 10, "best_step": 10, "best_score": 0.5, "early_stopping": stopping,
         "hardware": {"device": "NVIDIA H200", "processes": 8},
-    }
+    }  # fmt: skip
     stage.finish(results | {"skipped_steps": 2})
     return folder
 
@@ -199,11 +193,8 @@ def test_the_report_states_every_model_and_the_paired_differences(
     )  # 2 * (1/2)^3
     kept = report["comparisons"]["fcsd"]["tasks"]["code"]
     assert (kept["delta"], kept["gained"], kept["lost"], kept["p_value"]) == (
-        0.0,
-        1,
-        1,
-        1.0,
-    )
+        0.0, 1, 1, 1.0,
+    )  # fmt: skip
     text = (run / "report" / "report.md").read_text()
     assert "(items.html)" in text and (run / "report" / "items.html").is_file()
     assert len(list((run / "report" / "lm_eval").glob("*/results_*.json"))) == 3
@@ -685,14 +676,11 @@ def test_the_card_names_another_teacher_adapters_and_what_was_left_out() -> None
     [
         (
             "farskip_qwen3_moe",
-            (
-                "`vllm serve me/x`, with the plugin fcsd-serving beside it, which is on"
-                " no package index"
-            ),
+            "`vllm serve me/x`, with the plugin fcsd-serving beside it, which is on no package index",
         ),
         ("farskip_doge", "vLLM and SGLang have no plugin for its family."),
     ],
-)
+)  # fmt: skip
 def test_the_card_has_the_command_that_serves_the_model_where_there_is_one(
     model_type: str, said: str
 ) -> None:

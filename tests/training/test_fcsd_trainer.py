@@ -237,11 +237,8 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    }  # fmt: skip
     dense = LlamaForCausalLM(
         LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
     ).eval()

@@ -41,11 +41,8 @@ from tests.training.test_trainer import (
 )
 
 OBJECTIVE = {
-    "name": "kl+l2",
-    "l2_coefficient": 2.0,
-    "l2_relative": True,
-    "l2_until": 0.5,
-}
+    "name": "kl+l2", "l2_coefficient": 2.0, "l2_relative": True, "l2_until": 0.5,
+}  # fmt: skip
 
 
 def test_the_loss_is_the_sum_of_its_terms_however_a_batch_is_cut(

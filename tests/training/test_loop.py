@@ -158,11 +158,8 @@ def test_callbacks_loss_and_rate_are_those_of_the_trainer(
         recorder = Recorder(stops)
         chosen = SETTINGS | settings | {"output_dir": str(tmp_path / name)}
         given: dict[str, Any] = {
-            "model": model,
-            "train_dataset": Rows(12),
-            "eval_dataset": Rows(3),
-            "callbacks": [recorder],
-        }
+            "model": model, "train_dataset": Rows(12), "eval_dataset": Rows(3), "callbacks": [recorder],
+        }  # fmt: skip
         trainer: Trainer
         if name == "reference":
             model.config.output_router_logits = False

@@ -261,14 +261,11 @@ def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(
     [
         (
             {"balance_loss_coefficient": 0.1, "balance_loss_over": "batch"},
-            (
-                "micro-batches of a step, on which balance_loss_over 'batch' depends: 2"
-                " -> 1"
-            ),
+            "micro-batches of a step, on which balance_loss_over 'batch' depends: 2 -> 1",
         ),
         ({"capacity_factor": 1.0}, "per_device_train_batch_size: 2 -> 4"),
     ],
-)
+)  # fmt: skip
 def test_where_the_loss_depends_on_how_a_batch_is_cut_the_cut_may_not_change(
     first: Callable[..., FCSDTrainer],
     tmp_path: Path,
@@ -326,11 +323,8 @@ def test_a_teacher_is_known_by_its_weights_wherever_it_comes_from(
 
 def test_rows_are_known_by_their_tokens_wherever_they_lie(tokenizer: Any) -> None:
     options: dict[str, Any] = {
-        "name": "rows",
-        "max_length": 16,
-        "loss_on": "all",
-        "seed": 0,
-    }
+        "name": "rows", "max_length": 16, "loss_on": "all", "seed": 0,
+    }  # fmt: skip
     rows, again, other = (
         given_rows(data, tokenizer, **options)
         for data in (texts(40), texts(40), texts(40, "1"))

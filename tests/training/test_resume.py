@@ -588,14 +588,11 @@ def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_
     "moment",
     few(
         [
-            "the model is hashed",
-            "checkpoints are",
-            "the manifest is written",
-            "best is removed",
+            "the model is hashed", "checkpoints are", "the manifest is written", "best is removed",
         ],
         2,
     ),
-)
+)  # fmt: skip
 def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_train(
     bench: Bench,
     whole: tuple[str, Any],

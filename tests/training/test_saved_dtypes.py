@@ -328,11 +328,8 @@ def test_a_recipe_leaves_what_its_checkpoint_had_under_every_engine(
     path = checkpoint("ernie4_5_moe", tmp_path, vocab_size=300)
     tiny_tokenizer(300).save_pretrained(path)
     train = {
-        "max_steps": 1,
-        "warmup_steps": 0,
-        "batch_size_tokens": 128,
-        "learning_rate": 1e-30,
-    }
+        "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30,
+    }  # fmt: skip
     recipe = bench.recipe(model={"path": str(path)}, train=train | settings)
     command = ["distill", str(recipe)]
     assert (
@@ -351,11 +348,8 @@ def test_a_model_that_adapters_were_merged_into_keeps_its_dtypes(
     path = checkpoint("deepseek_v3", tmp_path, vocab_size=300)
     tiny_tokenizer(300).save_pretrained(path)
     train = {
-        "max_steps": 1,
-        "warmup_steps": 0,
-        "batch_size_tokens": 128,
-        "learning_rate": 1e-30,
-    }
+        "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30,
+    }  # fmt: skip
     recipe = bench.recipe(model={"path": str(path)}, train=train, lora={"r": 2})
     assert main(["distill", str(recipe)]) == 0
     assert_equal_files(bench.folder / "r" / "distill" / "model", path)

@@ -51,12 +51,9 @@ def test_a_recipe_and_python_have_the_rates_by_hand(
 ) -> None:
     settings, shares = by_hand
     schedule = {
-        "lr_scheduler_type": name,
-        "lr_scheduler_kwargs": settings,
-        "warmup_steps": 2,
-        "max_steps": 10,
+        "lr_scheduler_type": name, "lr_scheduler_kwargs": settings, "warmup_steps": 2, "max_steps": 10,
         "learning_rate": 4.2e-4,
-    }
+    }  # fmt: skip
     expected = pytest.approx([4.2e-4 * share for share in shares], rel=1e-12)
     assert rates(FCSDConfig(output_dir=str(tmp_path), **schedule)) == expected
     train = {
@@ -134,11 +131,8 @@ def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) 
     with user_error(message):
         FCSDConfig(output_dir=str(tmp_path), max_steps=12, warmup_steps=2, **decay)
     sweep = {
-        "batch_size_tokens": [128],
-        "learning_rate": [1e-3],
-        "steps": 8,
-        "warmup_steps": 2,
-    }
+        "batch_size_tokens": [128], "learning_rate": [1e-3], "steps": 8, "warmup_steps": 2,
+    }  # fmt: skip
     decay["lr_scheduler_kwargs"] = {"num_decay_steps": 8}
     with user_error(
         r"sweep\.steps \(8\) are fewer than sweep\.warmup_steps \(2\) and .* \(8\)"

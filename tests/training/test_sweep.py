@@ -34,22 +34,16 @@ LOSSES = {
 
 def recipe(**sweep: object) -> Recipe:
     settings = {
-        "batch_size_tokens": [64, 128],
-        "learning_rate": [1e-3, 2e-3, 4e-3],
-        "steps": 3,
-        "warmup_steps": 1,
+        "batch_size_tokens": [64, 128], "learning_rate": [1e-3, 2e-3, 4e-3], "steps": 3, "warmup_steps": 1,
         "last_steps": 2,
-    }
+    }  # fmt: skip
     return Recipe.model_validate(
         {
-            "name": "x",
-            "output_dir": "o",
-            "model": {"path": "m"},
-            "data": {"train": [{"path": "d"}]},
+            "name": "x", "output_dir": "o", "model": {"path": "m"}, "data": {"train": [{"path": "d"}]},
             "train": {"learning_rate": 1e-3, "max_steps": 10, "warmup_steps": 2},
             "sweep": settings | sweep,
         }
-    )
+    )  # fmt: skip
 
 
 def swept(plan: Recipe, folder: Path, runner: Any, **options: Any) -> dict[str, Any]:
@@ -254,13 +248,10 @@ def test_a_best_value_at_an_end_of_its_grid_is_warned_of(tmp_path: Path) -> None
     assert warning in (tmp_path / "sweep.md").read_text()
     tried = [
         {
-            "stage": "learning_rate",
-            "batch_size_tokens": 128,
-            "learning_rate": rate,
-            "loss": loss,
+            "stage": "learning_rate", "batch_size_tokens": 128, "learning_rate": rate, "loss": loss,
         }
         for rate, loss in ((1e-3, 2.0), (2e-3, 1.0), (4e-3, None))
-    ]
+    ]  # fmt: skip
     choice = {"batch_size_tokens": 128, "learning_rate": 2e-3}
     assert edges(choice | {"candidates": tried}) == []  # the next larger one diverged
     (low,) = edges(choice | {"candidates": tried[1:]})

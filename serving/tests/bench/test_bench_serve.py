@@ -34,11 +34,8 @@ FIGURES = {
     "overlapped": {"ttft": 100.0, "itl": 8.0, "exposed": {"1": 0.25, "8": 1.0}},
 }
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "max_position_embeddings": 4096,
-    "eos_token_id": 1,
-}
+    "model_type": "qwen3_moe", "hidden_size": 64, "max_position_embeddings": 4096, "eos_token_id": 1,
+}  # fmt: skip
 FIELD = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
 CONVERTED = {"model_type": "farskip_qwen3_moe", "farskip": FIELD, "eos_token_id": 2}
 
@@ -217,11 +214,8 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
     # Round r takes r times as long: 100, 200, 300 ms; stock 120, 240, 360; tokens/s
     # 1000/8, 1000/16, 1000/24.
     ttft = {
-        "median": 200.0,
-        "lowest": 100.0,
-        "highest": 300.0,
-        "rounds": [100.0, 200.0, 300.0],
-    }
+        "median": 200.0, "lowest": 100.0, "highest": 300.0, "rounds": [100.0, 200.0, 300.0],
+    }  # fmt: skip
     assert {name: point["ttft_ms"][name] for name in ttft} == ttft
     assert point["ttft_ms"]["speedup"]["rounds"] == pytest.approx([1.2] * 3)
     assert point["tbt_ms"]["median"] == 16.0 and point["tbt_ms"]["speedup"][
@@ -586,11 +580,8 @@ def test_wide_rows_have_the_same_back_end_and_are_set_against_wide_stock(
     wide += " --all2all-backend deepep_low_latency"
     assert [wide in " ".join(words) for words in serves] == [False, True, True, True]
     assert [words[0].rpartition("/")[2] for words in serves] == [
-        "original",
-        "original",
-        "model",
-        "model",
-    ]
+        "original", "original", "model", "model",
+    ]  # fmt: skip
     result = place.result()
     assert [row["base"] for row in result["rows"]] == ["stock", *("wide_stock",) * 3]
     (point,) = result["rows"][3]["points"]

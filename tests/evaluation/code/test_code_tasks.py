@@ -239,12 +239,9 @@ def good(code: str = "def f(x):\n    return x + 1\n", *tests: str) -> Problem:
 
 def test_outcomes_tell_wrong_from_error_and_keep_the_order() -> None:
     programs = {
-        "passed": "def f(x): return x + 1",
-        "wrong": "def f(x): return x",
-        "error": "def f(x): return x + undefined",
-        "timeout": "def f(x):\n    while True: pass",
-        "memory": "def f(x): return bytearray(1 << 40)",
-    }
+        "passed": "def f(x): return x + 1", "wrong": "def f(x): return x", "error": "def f(x): return x + undefined",
+        "timeout": "def f(x):\n    while True: pass", "memory": "def f(x): return bytearray(1 << 40)",
+    }  # fmt: skip
     problems = [Problem(name, "", good().canonical, good().tests) for name in programs]
     with CodeScorer(num_workers=2, timeout_s=1.0) as scorer:
         scorer.self_check(problems)

@@ -197,14 +197,11 @@ def test_modes_and_times_of_files_outside_are_not_changed(tmp_path: Path) -> Non
     "body",
     [
         "import subprocess\nsubprocess.run(['/bin/sleep', '{mark}'])",
-        (
-            "import os\nos.posix_spawn('/bin/sleep', ['sleep', '{mark}'], {{}})\nimport"
-            " time; time.sleep(1)"
-        ),
+        "import os\nos.posix_spawn('/bin/sleep', ['sleep', '{mark}'], {{}})\nimport time; time.sleep(1)",
         "import os\nos.execv('/bin/sleep', ['sleep', '{mark}'])",
         "import os\nassert os.system('sleep {mark} &') == 0",
     ],
-)
+)  # fmt: skip
 def test_no_other_program_is_started(scorer: CodeScorer, body: str) -> None:
     outcome = run(
         scorer,

@@ -50,11 +50,8 @@ def original() -> Any:
 
 
 DAMAGE = {
-    "none": None,
-    "repeats": repeats,
-    "never ends": never_ends,
-    "wrong": wrong_facts,
-}
+    "none": None, "repeats": repeats, "never ends": never_ends, "wrong": wrong_facts,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -67,11 +67,8 @@ def test_converting_again_replaces_the_first_conversion():
         )
         assert torch.equal(logits(model), logits(twice))
     assert twice.config.farskip == {
-        "version": 1,
-        "layers": [2, 3],
-        "attention": "partial",
-        "mlp": "outdated",
-    }
+        "version": 1, "layers": [2, 3], "attention": "partial", "mlp": "outdated",
+    }  # fmt: skip
 
 
 def test_unconverting_gives_class_and_config_back():

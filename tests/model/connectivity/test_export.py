@@ -274,11 +274,8 @@ def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pic
     names = {file.name for file in far.iterdir()}
     assert not names & {"old.py", "pytorch_model.bin", "optimizer.pt", "README.md"}
     carried = {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "LICENSE",
-    }
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE",
+    }  # fmt: skip
     assert carried | {"modeling_farskip.py", "model.safetensors.index.json"} <= names
     assert json.loads((far / "config.json").read_text())["auto_map"][
         "AutoConfig"
@@ -507,11 +504,8 @@ def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_pat
     quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     change_json(base / "config.json", {"quantization_config": quantisation})
     assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [
-        0,
-        1,
-        2,
-        3,
-    ]
+        0, 1, 2, 3,
+    ]  # fmt: skip
     assert (
         json.loads((tmp_path / "far" / "config.json").read_text())[
             "quantization_config"

@@ -132,11 +132,8 @@ def test_a_checkpoint_with_instellas_keys_computes_amds_equations(
     model = load_model(checkpoint(**keys))
     assert type(model).__name__ == "FarSkipDeepseekV3ForCausalLM"
     assert model.config.farskip == {
-        "version": 1,
-        "layers": layers,
-        "attention": attention,
-        "mlp": mlp,
-    }
+        "version": 1, "layers": layers, "attention": attention, "mlp": mlp,
+    }  # fmt: skip
     assert not hasattr(model.config, "farskip_start_idx")
     with torch.no_grad():
         actual, expected, regular = (
@@ -279,11 +276,8 @@ def test_a_conversion_writes_our_format_with_what_the_keys_say(
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["model_type"] == "farskip_deepseek_v3"
     assert config["farskip"] == {
-        "version": 1,
-        "layers": [0, 1, 2],
-        "attention": "full",
-        "mlp": "outdated",
-    }
+        "version": 1, "layers": [0, 1, 2], "attention": "full", "mlp": "outdated",
+    }  # fmt: skip
     assert not {"farskip_end_idx", "mlp_only_farskip"} & config.keys()
     with torch.no_grad():
         expected = amd_forward(base, keys)

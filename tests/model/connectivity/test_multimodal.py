@@ -166,11 +166,8 @@ def test_generating_with_the_cache_gives_what_full_passes_give(name):
     )
     convert_model(model, Connectivity("all"))
     settings = {
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+        "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
     settings |= {"output_logits": True, "return_dict_in_generate": True}
     # a piece of an image must not be generated
     settings |= {"suppress_tokens": list(range(IMAGE, 106))}

@@ -254,11 +254,8 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
     model, x = tiny_model(family), tokens(length=9)
     mask = left_padding(*x.shape)
     settings = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+        "max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
 
     @torch.no_grad()
     def difference(*cuts):
@@ -471,11 +468,8 @@ def largest_error(module, family):
         model = tiny_model(family)
         expected, _ = reference(model, x, layers)
         field = {
-            "version": 1,
-            "layers": layers,
-            "attention": "partial",
-            "mlp": "outdated",
-        }
+            "version": 1, "layers": layers, "attention": "partial", "mlp": "outdated",
+        }  # fmt: skip
         module.rewire(model, FAMILIES[family], field)
         try:
             worst = max(worst, error(logits(model, x), expected))

@@ -25,11 +25,8 @@ def logits(model):
 
 def generated(model):
     settings = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+        "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
     return model.generate(X, attention_mask=torch.ones_like(X), **settings)
 
 

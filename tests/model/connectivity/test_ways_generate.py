@@ -18,12 +18,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 # Longer than gpt_oss' window of 8 and llama4's chunk of 16 tokens.
 SETTINGS = {
-    "max_new_tokens": 9,
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
+    "max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
     "attention_mask": torch.ones_like(X),
-}
+}  # fmt: skip
 
 
 def converted(family):

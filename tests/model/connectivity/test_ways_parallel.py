@@ -192,11 +192,8 @@ def plans(rank, folder, families, ways):
         assert farskip_layers(model) == ([0, 1, 2, 3] if rewired else [])
         if way != "ep all_to_all":
             settings = {
-                "max_new_tokens": 3,
-                "do_sample": False,
-                "eos_token_id": None,
-                "pad_token_id": 0,
-            }
+                "max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+            }  # fmt: skip
             mask = torch.ones_like(X)
             made = [
                 m.generate(X, attention_mask=mask, **settings) for m in (model, one)

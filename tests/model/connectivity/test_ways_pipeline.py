@@ -83,11 +83,8 @@ def transformers_pipeline(rank, folder, families):
 
     config = DistributedConfig(pp_size=2)
     settings = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+        "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
     results = {}
     for family in families:
         for name, connectivity in (

@@ -150,14 +150,11 @@ def test_a_config_counts_its_experts_by_one_number_and_scales_its_logits_by_one_
     [
         (name, counts)
         for name, counts in {
-            "dbrx": (8, 2),
-            "gemma4": (8, 2),
-            "deepseek_v3": (8, 2),
-            "llama4": (4, 1),
+            "dbrx": (8, 2), "gemma4": (8, 2), "deepseek_v3": (8, 2), "llama4": (4, 1),
         }.items()
         if name in FAMILIES
     ],
-)
+)  # fmt: skip
 def test_experts_are_counted_from_the_fields_of_the_config(name, expected):
     config = text_config(tiny_config(name), FAMILIES[name])
     assert expert_counts(config) == expected

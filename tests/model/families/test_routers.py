@@ -133,11 +133,8 @@ def test_a_model_without_routers_is_refused_in_one_line() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "vocab_size": 32,
-    }
+        "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32,
+    }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
     with user_error(
         r"^LlamaForCausalLM \(model type 'llama'\): no router found; [^\n]*$"

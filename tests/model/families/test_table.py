@@ -10,14 +10,11 @@ def test_json_has_every_family_and_every_refusal():
     assert table["refused"] == REFUSED
     rows = {row["model_type"]: row for row in table["families"]}
     assert rows["qwen3_moe"] == {
-        "model_type": "qwen3_moe",
-        "model_class": "Qwen3MoeForCausalLM",
-        "multimodal": False,
-        "shared_experts": False,
+        "model_type": "qwen3_moe", "model_class": "Qwen3MoeForCausalLM", "multimodal": False, "shared_experts": False,
         "additive": True,
         "dense_layers": ["num_experts", "decoder_sparse_step", "mlp_only_layers"],
         "reference": "written",
-    }
+    }  # fmt: skip
     assert rows["granitemoe_swa"]["shared_experts"]
     assert rows["granitemoe_swa"]["dense_layers"] == []
     assert rows["aria"]["multimodal"]

@@ -75,11 +75,8 @@ HAND = {  # model type -> part -> parameters, written out from the tiny configur
     },
 }
 EXPERTS = {
-    "qwen2_moe": (8, 2),
-    "deepseek_v3": (8, 2),
-    "granitemoeshared": (4, 2),
-    "gpt_oss": (4, 2),
-}
+    "qwen2_moe": (8, 2), "deepseek_v3": (8, 2), "granitemoeshared": (4, 2), "gpt_oss": (4, 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", HAND)
@@ -201,12 +198,9 @@ def test_a_window_bounds_the_cache_and_a_layer_without_keys_has_none():
         sliding_window=100,
         attention_chunk_size=200,
         layer_types=[
-            "full_attention",
-            "sliding_attention",
-            "chunked_attention",
-            "linear_attention",
+            "full_attention", "sliding_attention", "chunked_attention", "linear_attention",
         ],
-    )
+    )  # fmt: skip
     assert cache_bytes(config, 50) == 2 * 32 * 3 * 50
     assert cache_bytes(config, 1000) == 2 * 32 * (1000 + 100 + 200)
 
@@ -240,11 +234,8 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     )
     far = inspect_model(tmp_path / "far")
     assert far["connectivity"] == {
-        "version": 1,
-        "layers": [2, 3],
-        "attention": "partial",
-        "mlp": "full",
-    }
+        "version": 1, "layers": [2, 3], "attention": "partial", "mlp": "full",
+    }  # fmt: skip
     assert (far["model_type"], far["family"]) == ("farskip_deepseek_v3", "deepseek_v3")
     for key in ("layers", "experts", "selections", "parameters", "memory"):
         assert far[key] == base[key]
@@ -444,11 +435,8 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path, monkeypatch):
     def model_info(self, name, revision=None, files_metadata=False):
         assert files_metadata
         sizes = {
-            "model-1.safetensors": 7,
-            "model-2.safetensors": 9,
-            "config.json": 3,
-            "a/b.safetensors": 5,
-        }
+            "model-1.safetensors": 7, "model-2.safetensors": 9, "config.json": 3, "a/b.safetensors": 5,
+        }  # fmt: skip
         return SimpleNamespace(
             siblings=[
                 SimpleNamespace(rfilename=name, size=size)
@@ -461,11 +449,8 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path, monkeypatch):
     facts = inspect_model("allenai/OLMoE-1B-7B-0924", "6d84c48")
     assert asked == [("allenai/OLMoE-1B-7B-0924", "config.json", "6d84c48")]
     assert facts["files"] == {
-        "count": 2,
-        "missing": [],
-        "total_bytes": 16,
-        "largest_bytes": 9,
-    }
+        "count": 2, "missing": [], "total_bytes": 16, "largest_bytes": 9,
+    }  # fmt: skip
     assert "allenai/OLMoE-1B-7B-0924 @ 6d84c48" in report_table(facts)
 
     def offline(*args, **options):

@@ -37,13 +37,10 @@ a shared expert beside them.
 ODD = FAMILIES[:2]
 """Families in which all other unusual cases are tested, too."""
 CONNECTIVITIES = {
-    "some layers": Connectivity([0, 1, 3]),
-    "the last half": Connectivity("last:50%"),
-    "attention alone": Connectivity(mlp="full"),
-    "MLP alone": Connectivity(attention="full"),
-    "MLP in some layers": Connectivity(mlp=[1, 2]),
-    "none before": Connectivity([3]),
-}
+    "some layers": Connectivity([0, 1, 3]), "the last half": Connectivity("last:50%"),
+    "attention alone": Connectivity(mlp="full"), "MLP alone": Connectivity(attention="full"),
+    "MLP in some layers": Connectivity(mlp=[1, 2]), "none before": Connectivity([3]),
+}  # fmt: skip
 
 
 def outcome(
@@ -164,11 +161,8 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
     with regular(model), regular(one):
         original = [each(x, use_cache=False).logits for each in (model, one)]
     settings = {
-        "max_new_tokens": 4,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+        "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
     mask = torch.ones_like(x)
     made = [each.generate(x, attention_mask=mask, **settings) for each in (model, one)]
     order = [

@@ -56,11 +56,8 @@ def compared(rank: int, folder: Path) -> tuple[bool, bool, bool, float]:
         expected = step(load_model(folder, connectivity=Connectivity("all")), X)
     blocking, full, checkpointed = steps
     return (
-        same(full, blocking),
-        same(checkpointed, blocking),
-        in_bf16(rank, folder),
-        worst(blocking, expected),
-    )
+        same(full, blocking), same(checkpointed, blocking), in_bf16(rank, folder), worst(blocking, expected),
+    )  # fmt: skip
 
 
 def in_bf16(rank: int, folder: Path) -> bool:

@@ -30,11 +30,8 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
     with user_error(r"^--overlap full: applies only to --expert-parallel N"):
         requested_engine(8, CPU, 1, "full")
     names = {
-        None: "farskip",
-        "full": "farskip",
-        "forward": "farskip_forward",
-        "off": "all_to_all",
-    }
+        None: "farskip", "full": "farskip", "forward": "farskip_forward", "off": "all_to_all",
+    }  # fmt: skip
     for overlap, name in names.items():
         engine = requested_engine(8, CPU, 4, overlap)
         assert engine == Engine("ep", expert_parallel=4, overlap=overlap)

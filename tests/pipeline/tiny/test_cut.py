@@ -22,12 +22,9 @@ from tests.support import few, user_error
 # Fields of published checkpoints that transformers' defaults lack, or with which the
 # defaults leave out the family's own kind of layer.
 _GEMMA4 = {
-    "enable_moe_block": True,
-    "hidden_size_per_layer_input": 0,
-    "num_experts": 128,
-    "top_k_experts": 8,
+    "enable_moe_block": True, "hidden_size_per_layer_input": 0, "num_experts": 128, "top_k_experts": 8,
     "moe_intermediate_size": 704,
-}
+}  # fmt: skip
 _QWEN4 = {
     "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
@@ -195,11 +192,8 @@ def test_layers_are_chosen_once_for_all_lists_of_a_configuration() -> None:
     cut = cut_sizes(own)
     # Dense with a window, dense without; with experts and a window; the last.
     assert cut.layer_types == [
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-        "full_attention",
-    ]
+        "sliding_attention", "full_attention", "sliding_attention", "full_attention",
+    ]  # fmt: skip
     assert cut.mlp_only_layers == [0, 1] and cut.sliding_window == 8
     heads = cut_sizes(AutoConfig.for_model("deepseek_v3"))
     assert (heads.num_key_value_heads, heads.num_attention_heads) == (4, 4)

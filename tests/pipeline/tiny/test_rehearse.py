@@ -177,11 +177,8 @@ def one_task(folder: Path) -> list[str]:
     read and more to answer.
     """
     row = {
-        "task": "piqa",
-        "kind": "likelihood",
-        "metric": "acc_norm,none",
-        "dataset": "baber/piqa",
-    }
+        "task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa",
+    }  # fmt: skip
     (folder / "suite.yaml").write_text(json.dumps({"name": "one", "tasks": [row]}))
     return ["--set", f"evaluation.suite={folder / 'suite.yaml'}"]
 
@@ -341,11 +338,8 @@ def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(
 ) -> None:
     skip_unavailable("llama4")
     changes = [
-        "sweep=null",
-        "variants={}",
-        "data.decontaminate=null",
-        "early_stopping=null",
-    ]
+        "sweep=null", "variants={}", "data.decontaminate=null", "early_stopping=null",
+    ]  # fmt: skip
     path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
     options = [
         *one_task(tmp_path),
@@ -612,11 +606,8 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
             outcomes = in_forked_ranks(on_one, 2, tmp_path)
         else:
             outcomes = [
-                (
-                    in_a_fork(rehearsal, tmp_path / "output"),
-                    (tmp_path / "output").read_text(),
-                )
-            ]
+                (in_a_fork(rehearsal, tmp_path / "output"), (tmp_path / "output").read_text()),
+            ]  # fmt: skip
         assert [status for status, _ in outcomes] == [2] * len(outcomes), outcomes
         assert sum("error: has been checked" in text for _, text in outcomes) == 1, (
             words,

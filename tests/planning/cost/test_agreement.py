@@ -19,12 +19,9 @@ from tests.real_configs import CONFIGS
 from tests.support import few, skip_unavailable
 
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {},
-    "DeepSeek-V2-Lite": {},
-    "DeepSeek-V3": {"first_k_dense_replace": 1},
-    "OLMoE-1B-7B-0924": {},
+    "Qwen3-30B-A3B": {}, "DeepSeek-V2-Lite": {}, "DeepSeek-V3": {"first_k_dense_replace": 1}, "OLMoE-1B-7B-0924": {},
     "gpt-oss-20b": {"layer_types": ["sliding_attention", "full_attention"]},
-}
+}  # fmt: skip
 LAYOUTS = {
     "one GPU": (1, 1, 1),
     "eight, FSDP2": (1, 8, 1),
@@ -56,13 +53,10 @@ def estimated(folder: Path, train: dict[str, Any], hardware: Hardware) -> Any:
     path.write_text(
         yaml.safe_dump(
             {
-                "name": "r",
-                "output_dir": str(folder / "run"),
-                "data": data,
-                "pretrain": section,
+                "name": "r", "output_dir": str(folder / "run"), "data": data, "pretrain": section,
             }
         )
-    )
+    )  # fmt: skip
     return estimate(load_recipe(path), hardware, pretrain=True)
 
 

@@ -174,11 +174,8 @@ def test_no_bytes_grow_with_vocabulary_times_tokens() -> None:
 
 def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
     overrides = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
-    }
+        "vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    }  # fmt: skip
     # matmuls that torch counts; each token's experts, as grouped
     experts = {"experts_implementation": "batched_mm"}
     student, teacher = small_model(**overrides), small_model(**overrides).eval()
@@ -985,11 +982,8 @@ def test_counting_leaves_the_process_as_it_was_for_everybody_else() -> None:
             query, query, torch.ones(1, 1, 2, 2)
         )
         return (
-            float(out.sum()),
-            functional.scaled_dot_product_attention,
-            moe._can_use_grouped_mm,
-            moe._grouped_mm,
-        )
+            float(out.sum()), functional.scaled_dot_product_attention, moe._can_use_grouped_mm, moe._grouped_mm,
+        )  # fmt: skip
 
     trace_step(
         small_model,

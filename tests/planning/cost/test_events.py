@@ -77,12 +77,9 @@ def training(plan: Planned, *, recomputes: bool) -> dict[str, Any]:
             regular_layer(backward, seconds, dispatch, 0.0)
         regular_backward(backward, seconds, dispatch, combine, step.backward)
     return {
-        "layers": layers,
-        "exchange": (dispatch, combine),
-        "factor": step.backward,
-        "forward": forward,
+        "layers": layers, "exchange": (dispatch, combine), "factor": step.backward, "forward": forward,
         "backward": backward,
-    }
+    }  # fmt: skip
 
 
 def farskip(parts: Mapping[str, Any], *, recomputes: bool) -> Pass:

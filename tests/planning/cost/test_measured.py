@@ -266,13 +266,10 @@ def test_times_of_something_else_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--attention", "full"],
-            "attention is partial in the file, but full in the plan",
-        ),
+        (["--attention", "full"], "attention is partial in the file, but full in the plan"),
         (["--mlp", "full"], "mlp is outdated in the file, but full in the plan"),
     ],
-)
+)  # fmt: skip
 def test_times_of_another_connectivity_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

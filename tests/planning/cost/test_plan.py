@@ -48,12 +48,9 @@ def test_the_operations_of_a_layer_are_those_of_its_published_sizes(
     tokens, layer = 4096, v3.work.layers[3]
     per_token = {
         "attention a" + WHOLE: 7168 * 1536 + 7168 * (512 + 64),
-        "attention a": 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128),
-        "attention b": 128 * 128 * 7168,
-        "router": 7168 * 256,
-        "experts": 8 * 3 * 7168 * 2048,
-        "shared expert": 3 * 7168 * 2048,
-    }
+        "attention a": 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128), "attention b": 128 * 128 * 7168,
+        "router": 7168 * 256, "experts": 8 * 3 * 7168 * 2048, "shared expert": 3 * 7168 * 2048,
+    }  # fmt: skip
     assert {name: work.flops for name, work in layer.steps.items()} == {
         name: 2.0 * tokens * weights for name, weights in per_token.items()
     }
@@ -644,11 +641,8 @@ def routed(folder: Path, **changes: Any) -> Path:
     """
     loads = [[[hot] * 8 + [10] * 56 for _ in range(2)] for hot in (10, 30, 50)]
     facts = {
-        "layers": [1, 2, 3],
-        "num_experts": 64,
-        "top_k": 6,
-        "counts": loads,
-    } | changes
+        "layers": [1, 2, 3], "num_experts": 64, "top_k": 6, "counts": loads,
+    } | changes  # fmt: skip
     folder.mkdir()
     (folder / "routing.json").write_text(
         json.dumps({"schema_version": 1, "models": [facts]})
@@ -742,11 +736,8 @@ def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9
         f"{times[name] / overlapped:.1%}" for name in ("communication_s", "exposed_s")
     ]
     assert rows["overlapped"] == [
-        f"{1e3 * overlapped:,.0f}",
-        *shares,
-        f"{times['speed_up']:.3f}",
-        f"{times['over_exact']:.3f}",
-    ]
+        f"{1e3 * overlapped:,.0f}", *shares, f"{times['speed_up']:.3f}", f"{times['over_exact']:.3f}",
+    ]  # fmt: skip
     first = times["windows"][0]
     assert rows["0"][:2] == [
         f"{1e3 * times['exchange_s']['dispatch']:.3g}",
@@ -947,11 +938,8 @@ def test_amds_keys_are_read_with_its_gate_and_without(
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert settings["layers"] == list(range(27))
     own = {
-        "gated_attention": False,
-        "mlp_only_farskip": True,
-        "num_hidden_layers": 5,
-        "farskip_end_idx": 3,
-    }
+        "gated_attention": False, "mlp_only_farskip": True, "num_hidden_layers": 5, "farskip_end_idx": 3,
+    }  # fmt: skip
     (folder / "config.json").write_text(
         json.dumps(read_json(folder / "config.json") | own)
     )

@@ -272,11 +272,8 @@ def test_a_loss_is_how_much_worse_a_task_becomes_whichever_way_is_better(
     facts = front(study, "quiz", False, hand_seconds)
     rows = facts["rows"][1 : facts["steps"]]
     assert [row["name"] for row in rows] == [
-        "+ layer 3",
-        "+ layer 2",
-        "+ layer 1",
-        "+ layer 0",
-    ]
+        "+ layer 3", "+ layer 2", "+ layer 1", "+ layer 0",
+    ]  # fmt: skip
     assert rows[0]["loss"] == pytest.approx(0.002)
     assert rows[1]["loss"] == pytest.approx(0.011)  # measured: the last two layers
 

@@ -51,11 +51,8 @@ def measured_study(kind: str, size: float, folder: Path) -> tuple[dict[str, Any]
     """
     # All experts are active: a router's choice would be a step, not a small change.
     fields = {
-        "num_hidden_layers": NUM_LAYERS,
-        "vocab_size": 97,
-        "num_experts": 4,
-        "num_experts_per_tok": 4,
-    }
+        "num_hidden_layers": NUM_LAYERS, "vocab_size": 97, "num_experts": 4, "num_experts_per_tok": 4,
+    }  # fmt: skip
     original = tiny_model("qwen2_moe", experts_implementation="eager", **fields)
     original = original.double()
     for layer in original.model.layers:

@@ -77,11 +77,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random qwen2_moe of four layers, the first of them dense."""
     folder = tmp_path_factory.mktemp("study") / "model"
     fields = {
-        "num_hidden_layers": NUM_LAYERS,
-        "vocab_size": 300,
-        "num_experts": 4,
-        "mlp_only_layers": [0],
-    }
+        "num_hidden_layers": NUM_LAYERS, "vocab_size": 300, "num_experts": 4, "mlp_only_layers": [0],
+    }  # fmt: skip
     tiny_model("qwen2_moe", **fields).save_pretrained(folder)
     tiny_tokenizer(300).save_pretrained(folder)
     return folder
@@ -724,11 +721,8 @@ def hand_made(
             )
 
         facts = {
-            "side": side,
-            "num_layers": len(layers),
-            "layers": layers,
-            "values": values(1),
-        }
+            "side": side, "num_layers": len(layers), "layers": layers, "values": values(1),
+        }  # fmt: skip
         return facts | (
             {} if calibrated is None else {"calibrated": values(calibrated)}
         )
@@ -736,10 +730,7 @@ def hand_made(
     study = {
         "schema_version": 1,
         "study": {
-            "model": {"path": "x"},
-            "text": {"path": "y"},
-            "attention": "partial",
-            "mlp": "outdated",
+            "model": {"path": "x"}, "text": {"path": "y"}, "attention": "partial", "mlp": "outdated",
         },
         "num_hidden_layers": total,
         "moe_layers": list(range(1, total)),
@@ -757,7 +748,7 @@ def hand_made(
             *[point("single", [layer]) for layer in range(total)],
         ],
         **changes,
-    }
+    }  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "layers.json").write_text(json.dumps(study))
     (folder / "manifest.json").write_text(json.dumps({"inputs": {}}))
@@ -1079,12 +1070,9 @@ def test_of_equal_layers_the_later_is_rewired() -> None:
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ([], "none"),
-        ([3], "3"),
-        ([3, *range(5, 28)], "3,5-27"),
-        ([0, 1, 3, 4, 6], "0-1,3-4,6"),
+        ([], "none"), ([3], "3"), ([3, *range(5, 28)], "3,5-27"), ([0, 1, 3, 4, 6], "0-1,3-4,6"),
     ],
-)
+)  # fmt: skip
 def test_a_selection_is_written_as_it_is_read(layers: list[int], text: str) -> None:
     assert selection_text(layers) == text
     assert (parse_selection(text) if layers else []) == layers

@@ -45,11 +45,8 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     if "text_config" not in fields:
         return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
     fields["text_config"] = {
-        **_COMMON,
-        "vocab_size": _WRAPPER_VOCABULARY,
-        **fields["text_config"],
-        **overrides,
-    }
+        **_COMMON, "vocab_size": _WRAPPER_VOCABULARY, **fields["text_config"], **overrides,
+    }  # fmt: skip
     return AutoConfig.for_model(model_type, **fields)
 
 

@@ -31,11 +31,8 @@ _PATCHES: dict[str, Any] = {
     "spatial_merge_size": 2, "out_hidden_size": 32,
 }  # fmt: skip
 _OCR: dict[str, Any] = {
-    **ROUTED_EXPERTS,
-    **FIRST_DENSE,
-    "n_shared_experts": 2,
-    "num_key_value_heads": 4,
-}
+    **ROUTED_EXPERTS, **FIRST_DENSE, "n_shared_experts": 2, "num_key_value_heads": 4,
+}  # fmt: skip
 _SAM: dict[str, Any] = {
     **TOWER, "output_channels": 12, "image_size": 32, "window_size": 3, "global_attn_indexes": [1], "mlp_dim": 24,
     "downsample_channels": [14, 16],

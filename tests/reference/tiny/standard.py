@@ -15,11 +15,8 @@ LOCAL_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 ROUTED_EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 24,
-}
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24,
+}  # fmt: skip
 GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1}
 FIRST_DENSE: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]
@@ -30,11 +27,8 @@ MLA: dict[str, Any] = {
     "v_head_dim": 8,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-}
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+}  # fmt: skip
 _WINDOWS: dict[str, Any] = {
     "head_dim": 8,
     "sliding_window": 6,

@@ -239,12 +239,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(
                 403,
                 {
-                    "error": (
-                        "You don't have the rights to create a model under this"
-                        " namespace"
-                    )
+                    "error": "You don't have the rights to create a model under this namespace",
                 },
-            )
+            )  # fmt: skip
         elif name in self.server.repos:
             self._answer(409, url | {"error": "You already created this model repo"})
         else:

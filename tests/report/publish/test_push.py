@@ -215,11 +215,8 @@ def test_a_dry_run_writes_exactly_what_a_push_sends(
     }
     assert there == hub.repos["me/x"].files
     assert {
-        ".eval_results/gsm8k.yaml",
-        "deltas.png",
-        "report.md",
-        "LICENSE",
-    } < there.keys()
+        ".eval_results/gsm8k.yaml", "deltas.png", "report.md", "LICENSE",
+    } < there.keys()  # fmt: skip
     assert not {".env", "items.html"} & there.keys()
 
 

@@ -897,11 +897,8 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     base: Path, rows: Path, tmp_path: Path
 ) -> None:
     train = {
-        "max_steps": 1,
-        "batch_size_tokens": 128,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-9,
-    }
+        "max_steps": 1, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-9,
+    }  # fmt: skip
     recipe = {
         "name": "r", "output_dir": str(tmp_path / "run"), "model": {"path": str(base)},
         "connectivity": {"layers": [1, 3]}, "calibration": {"tokens": 1500},
@@ -991,13 +988,10 @@ def test_a_data_set_is_made_into_the_rows_that_a_training_would_have(
     tokenizer = tiny_tokenizer(99)
     chats = [
         {
-            "messages": [
-                {"role": "user", "content": f"{n} + 1"},
-                {"role": "assistant", "content": f"{n + 1}"},
-            ]
+            "messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": f"{n + 1}"}],
         }
         for n in range(60)
-    ]
+    ]  # fmt: skip
     options: dict[str, Any] = {"max_length": 32, "shuffle": False, "loss_on": "all"}
     packed = given_rows(chats, tokenizer, name="rows", **options)
     others = [copy.deepcopy(student) for _ in range(3)]

@@ -693,12 +693,9 @@ def test_a_non_finite_hidden_state_is_not_hidden(name, bad):
         ({"name": "tvd"}, "name: Input should be 'kl', 'reverse_kl', .*, got 'tvd'"),
         ({"temperature": 0.0}, "temperature: Input should be greater than 0, got 0.0"),
         ({"temperature": math.inf}, "temperature: Input should be a finite number"),
-        (
-            {"name": "jsd", "jsd_beta": 1.0},
-            "jsd_beta: Input should be less than 1, got 1.0",
-        ),
+        ({"name": "jsd", "jsd_beta": 1.0}, "jsd_beta: Input should be less than 1, got 1.0"),
     ],
-)
+)  # fmt: skip
 def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
     with user_error(message):
         objective_of(**fields)

@@ -152,11 +152,8 @@ def test_kept_positions_may_be_given_as_indices():
     ids, positions, keep, labels = make_batch()
     attach_loss_head(model)
     arguments = {
-        "input_ids": ids,
-        "position_ids": positions,
-        "labels": labels,
-        "objective": CE,
-    }
+        "input_ids": ids, "position_ids": positions, "labels": labels, "objective": CE,
+    }  # fmt: skip
     by_mask = model(**arguments, keep=keep)["loss"]
     by_index = model(**arguments, keep=keep.flatten().nonzero().squeeze(1))["loss"]
     assert torch.equal(by_mask, by_index)
@@ -367,11 +364,8 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
         logits, teacher_logits = (model(x).logits[keep].double() for x in (ids, others))
         labels = torch.arange(len(logits)) % logits.shape[-1]
         arguments = {
-            "input_ids": ids,
-            "position_ids": positions,
-            "keep": keep,
-            "objective": objective,
-        }
+            "input_ids": ids, "position_ids": positions, "keep": keep, "objective": objective,
+        }  # fmt: skip
         attach_loss_head(model)
         if not has_teacher:
             expected = reference_loss(logits, labels, objective).sum()
