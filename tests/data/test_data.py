@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -447,90 +446,6 @@ def test_collated_rows_are_integer_batches_without_a_mask():
         for tensor in batch.values()
     )
     assert batch["labels"][1].tolist() == rows[1]["labels"].tolist()
-
-
-# ---- packed rows in a model
-
-
-def tiny_model(family, attention):
-    import transformers
-
-    shape = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16,
-        "num_hidden_layers": 2,
-    }  # fmt: skip
-    if family == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(
-            **shape,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-        )
-    else:
-        config = transformers.DeepseekV3Config(
-            **shape, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
-            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
-            n_group=1, topk_group=1, first_k_dense_replace=1,
-        )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.2)
-    return model
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_packed_examples_give_the_logits_and_the_loss_that_each_gives_alone(
-    family, attention
-):
-    model = tiny_model(family, attention)
-    generator = np.random.default_rng(1)
-    lengths = [5, 9, 2, 7, 12, 3, 6]
-    examples = [
-        {
-            "input_ids": generator.integers(1, 64, n).tolist(),
-            "loss_mask": [i > 1 or n == 2 for i in range(n)],
-        }
-        for n in lengths
-    ]
-    batch = Collator()(list(pack(examples, 24, pad_token_id=0)))
-    assert batch["input_ids"].shape[0] == 2 and (batch["input_ids"] == 0).any()
-    with torch.no_grad():
-        packed = model(
-            batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-        ).logits
-        keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
-        loss = F.cross_entropy(packed[keep], targets, reduction="sum")
-
-        alone, alone_loss = {}, 0.0
-        for example in examples:
-            ids = torch.tensor([example["input_ids"]])
-            logits = model(ids, use_cache=False).logits
-            alone[tuple(example["input_ids"])] = logits[0]
-            mask = torch.tensor(example["loss_mask"])[1:]
-            alone_loss += F.cross_entropy(
-                logits[0, :-1][mask], ids[0, 1:][mask], reduction="sum"
-            )
-
-    compared = 0
-    for row, positions, logits in zip(
-        batch["input_ids"], batch["position_ids"], packed, strict=True
-    ):
-        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(row)]
-        for begin, end in pairwise(starts):
-            if (expected := alone.get(tuple(row[begin:end].tolist()))) is not None:
-                torch.testing.assert_close(
-                    logits[begin:end], expected, rtol=1e-4, atol=1e-4
-                )
-                compared += 1
-    assert compared == len(examples)
-    torch.testing.assert_close(loss, alone_loss, rtol=1e-5, atol=1e-4)
 
 
 # ---- sources

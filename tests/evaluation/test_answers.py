@@ -423,6 +423,7 @@ def saved(case: Case, folder: Path, **settings: Any) -> Path:
     return folder
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("ids", few([True, False], 1))
 def test_a_server_gives_the_same_answers(
     case: Case, alone: dict[str, dict[str, str]], tmp_path: Path, ids: bool

@@ -512,7 +512,7 @@ def teacher_on_rank(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("kind", few(["untied", "tied"], 1))
 def test_no_rank_holds_more_of_the_teacher_than_its_part_and_the_head(
     engine: str, kind: str
 ) -> None:

@@ -90,6 +90,7 @@ def make(
     )  # fmt: skip
 
 
+@pytest.mark.breadth
 def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(
     tmp_path: Path,
 ) -> None:

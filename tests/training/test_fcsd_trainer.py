@@ -231,6 +231,7 @@ def test_a_regular_model_that_was_trained_is_an_original(
     make(model=fcsd.convert(regular.model, "all"))
 
 
+@pytest.mark.breadth
 def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
     make: Callable[..., FCSDTrainer], tmp_path: Path
 ) -> None:

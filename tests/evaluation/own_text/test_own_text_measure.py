@@ -127,6 +127,7 @@ def test_each_sample_has_the_figures_of_equations_by_hand(
     assert len({sample["score"] for sample in samples["own"]}) == len(texts)
 
 
+@pytest.mark.breadth
 def test_the_mean_of_samples_is_that_of_all_continuations_within_its_error(
     pair: tuple[Any, Any], tmp_path: Path
 ) -> None:

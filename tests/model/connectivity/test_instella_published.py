@@ -334,6 +334,7 @@ def test_a_published_checkpoint_is_tuned_and_talked_to(
     )
 
 
+@pytest.mark.breadth
 def test_a_published_checkpoint_is_evaluated_as_what_it_is_converted_to(
     published_bench, tmp_path
 ):

@@ -57,7 +57,7 @@ def one_step(rank, family, strategy, checkpointing):
     return gradients(model) if rank == 0 else list(gradients(model))
 
 
-@pytest.mark.parametrize("family", few(["qwen3_moe", "deepseek_v2", "llama4_text"], 2))
+@pytest.mark.parametrize("family", few(["deepseek_v2", "qwen3_moe", "llama4_text"], 1))
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
     [("fsdp2", None), ("fsdp2", "plain"), ("ddp", None), ("ddp", "reentrant")],

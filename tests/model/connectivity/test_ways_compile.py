@@ -73,6 +73,7 @@ def exported(model, length):
     return torch.export.export(model, (X,), {"use_cache": False}, dynamic_shapes=shapes)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, 1))
 def test_an_exported_program_takes_rows_of_other_lengths(family, tmp_path):
     model, x = converted(family), torch.cat([X, X.flip(1)], dim=1)

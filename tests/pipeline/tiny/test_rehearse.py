@@ -270,6 +270,7 @@ def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
     assert settings["max_steps"] * settings["batch_size_tokens"] >= 2 * 32 * 64
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("path", few(PRETRAINED, 1), ids=name)
 def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "r"

@@ -273,6 +273,7 @@ def estimated(path: Path, **hardware: Any) -> dict[str, Any]:
     return estimate(load_recipe(path), Hardware(**hardware))
 
 
+@pytest.mark.breadth
 @pytest.mark.usefixtures("own_setting_only")
 def test_qwen3_30b_needs_what_the_research_notes_say(
     recipe: Callable[..., Path],

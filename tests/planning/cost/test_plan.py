@@ -388,6 +388,7 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
     assert whole["fits"] and whole["needs_gpus"] == 8 and whole["changes"] == []
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("ranks", "needed"),
     few([("--tp", "--nodes 2 --tp 16"), ("--dp", "--nodes 2 --dp 16 --batch 32")], 1),
@@ -415,7 +416,6 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
         ("DeepSeek-V3", {}, "h100", ("FP8", 1.0, 1.0, "fp8")),
         ("DeepSeek-V3", {}, "a100", ("FP8, computed in bfloat16", 1.0, 1.0, "bfloat16")),
         ("gpt-oss-20b", {}, "h100", ("MXFP4 experts", 0.53125, 2.0, "bfloat16")),
-        ("DeepSeek-V4-Flash", {}, "h100", ("MXFP4 experts, FP8", 0.53125, 1.0, "fp8")),
         ("Qwen3-30B-A3B", {}, "h100", ("bfloat16", 2.0, 2.0, "bfloat16")),
         ("Qwen3-30B-A3B", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "h100",
          ("INT4", 0.515625, 0.515625, "bfloat16")),
@@ -434,6 +434,8 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
         ),
         ("Qwen3-30B-A3B", {"quant_method": "aqlm"}, "h200",
          ("bfloat16 (the method aqlm is not planned)", 2.0, 2.0, "bfloat16")),
+        pytest.param("DeepSeek-V4-Flash", {}, "h100", ("MXFP4 experts, FP8", 0.53125, 1.0, "fp8"),
+                     marks=pytest.mark.breadth),
     ],
 )  # fmt: skip
 def test_a_server_holds_weights_as_the_checkpoint_says(

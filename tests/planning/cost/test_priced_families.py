@@ -38,7 +38,12 @@ def planned(folder: Path, **settings: object) -> Planned:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", few(sorted(TINY), kinds=KINDS))
+@pytest.mark.parametrize(
+    "model_type",
+    few(
+        sorted(TINY), kinds=KINDS & {"deepseek_v3", "gpt_oss", "llama4_text", "minimax"}
+    ),
+)
 def test_the_layers_of_every_family_are_priced_in_every_phase(
     model_type: str, tmp_path: Path
 ) -> None:
