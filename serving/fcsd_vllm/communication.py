@@ -46,6 +46,71 @@ class Communication(Protocol):
         ...
 
 
+class Overlapped:
+    """A backend whose collectives run beside computation."""
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Start, and return the memory of the sum."""
+        x = x.contiguous()
+        # Memory of the computing stream, which reads it.
+        summed = torch.empty_like(x)
+        self.start_into(x, summed, tag)
+        return summed
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Return `x` when it is complete for what runs next."""
+        self.finish(tag)
+        return x
+
+    def start_into(self, x: torch.Tensor, summed: torch.Tensor, tag: str) -> None:
+        """Start to write the sum of `x` over the ranks into `summed`; both are
+        contiguous.
+        """
+        raise NotImplementedError
+
+    def finish(self, tag: str) -> None:
+        """Make the computing stream wait for the sum with this tag."""
+        raise NotImplementedError
+
+
+class BetweenGraphs:
+    """Start and finish the sums of another backend between the pieces of a breakable
+    graph.
+
+    What an engine captures in pieces (a prefill, with attention between them) would end
+    with sums in flight, which a capture may not. With start and end outside, a sum may
+    run beside any number of pieces.
+
+    Args:
+        overlapped: the backend.
+        outside: the engine's decorator of functions that run outside the graphs, each
+            time with the tensors of the capture.
+    """
+
+    def __init__(
+        self, overlapped: Overlapped, outside: Callable[[Any], Callable[..., Any]]
+    ) -> None:
+        self._start_into = outside(overlapped.start_into)
+        self._finish = outside(overlapped.finish)
+        self._inputs: dict[str, torch.Tensor] = {}
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Start, and return memory of the graph before, which later graphs read."""
+        x = x.contiguous()
+        summed = torch.empty_like(x)
+        self._start_into(x, summed, tag)
+        # Pieces that are captured meanwhile would reuse memory that nothing holds, and
+        # overwrite the input while it is read.
+        self._inputs[tag] = x
+        return summed
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Return `x` when it is complete for the next graph."""
+        self._finish(tag)
+        self._inputs.pop(tag, None)
+        return x
+
+
 class Alone:
     """One rank: the sum is the argument."""
 
@@ -80,24 +145,24 @@ class Blocking:
         return x
 
 
-class Functional:
-    """torch's functional collectives on the device's group: gloo on CPUs, NCCL or RCCL
-    elsewhere.
-    """
+class C10d(Overlapped):
+    """torch's collectives on the device's group: gloo on CPUs, NCCL or RCCL elsewhere."""
 
     def __init__(self, group: Any) -> None:
-        self.name = group.device_group.group_name
+        self.group = group.device_group
+        self.works: dict[str, Any] = {}
 
-    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+    def start_into(self, x: torch.Tensor, summed: torch.Tensor, tag: str) -> None:
         """Start in the process group's thread or stream."""
-        return torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name)
+        summed.copy_(x)
+        self.works[tag] = dist.all_reduce(summed, group=self.group, async_op=True)
 
-    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Wait until the tensor that `start` returned is complete."""
-        return torch.ops._c10d_functional.wait_tensor(x)
+    def finish(self, tag: str) -> None:
+        """Wait for the thread, or make the computing stream wait."""
+        self.works.pop(tag).wait()
 
 
-class Stream:
+class Stream(Overlapped):
     """All-reduces on a stream that runs beside the computing one: by NCCL or RCCL with a
     separate communicator, and by `kernels` where one takes the message.
 
@@ -120,11 +185,8 @@ class Stream:
         self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self.inputs: dict[str, Any] = {}
 
-    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+    def start_into(self, x: torch.Tensor, summed: torch.Tensor, tag: str) -> None:
         """Start when the computing stream has written `x`."""
-        x = x.contiguous()
-        # Memory of the computing stream, which reads it.
-        summed = torch.empty_like(x)
         own = next((kernel for kernel in self.kernels if kernel.fits(x)), None)
 
         def reduce(communicator: Any, stream: Any) -> None:
@@ -135,12 +197,11 @@ class Stream:
                 own.reduce(x, out=summed)
 
         self.begin(reduce, x, tag)
-        return summed
 
-    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+    def finish(self, tag: str) -> None:
         """Make the computing stream wait; the process continues."""
-        self._end(tag)
-        return x
+        torch.cuda.current_stream().wait_event(self.events[tag][1])
+        self.inputs.pop(tag, None)
 
     def begin(
         self, run: Callable[[Any, Any], object], inputs: Any, tag: str
@@ -157,11 +218,7 @@ class Stream:
         done.record(self.stream)
         # keep its memory from being freed and reused while it is read
         self.inputs[tag] = inputs
-        return lambda: self._end(tag)
-
-    def _end(self, tag: str) -> None:
-        torch.cuda.current_stream().wait_event(self.events[tag][1])
-        self.inputs.pop(tag, None)
+        return lambda: self.finish(tag)
 
 
 @dataclass
@@ -201,7 +258,7 @@ class _Turn:
     error: Exception | None = None
 
 
-class Timed:
+class Timed(Overlapped):
     """A thread that runs collectives one after another, as a stream does, and can
     emulate a slower network.
 
@@ -224,16 +281,10 @@ class Timed:
             target=self._run, daemon=True, name="fcsd-communication"
         ).start()
 
-    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+    def start_into(self, x: torch.Tensor, summed: torch.Tensor, tag: str) -> None:
         """Queue a copy of `x`; wait at once if it is small."""
-        summed = x.clone(memory_format=torch.contiguous_format)
+        summed.copy_(x)
         self.begin(lambda: dist.all_reduce(summed, group=self.group), x.nbytes, tag)
-        return summed
-
-    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Wait for the thread."""
-        self._join(tag)
-        return x
 
     def begin(
         self, run: Callable[[], object], num_bytes: int, tag: str
@@ -246,10 +297,11 @@ class Timed:
         self.times.collectives += 1
         self.times.bytes += num_bytes
         if num_bytes < self.settings.min_overlap_bytes:
-            self._join(tag)
-        return lambda: self._join(tag)
+            self.finish(tag)
+        return lambda: self.finish(tag)
 
-    def _join(self, tag: str) -> None:
+    def finish(self, tag: str) -> None:
+        """Wait for the thread, and add to the measurements."""
         if (turn := self.pending.pop(tag, None)) is None:
             return
         asked = time.perf_counter()
@@ -320,22 +372,34 @@ class SmallAtOnce:
         return (self.small if x.nbytes < self.min_bytes else self.large).wait(x, tag)
 
 
-def make_communication(settings: Settings, group: Any) -> Communication:
-    """Return the backend that the settings name, over the ranks of a group coordinator of vLLM."""
+def make_communication(
+    settings: Settings,
+    group: Any,
+    outside: Callable[[Any], Callable[..., Any]] | None = None,
+) -> Communication:
+    """Return the backend that the settings name, over the ranks of a group coordinator
+    of an engine.
+
+    Args:
+        outside: what `BetweenGraphs` needs, where the engine captures breakable graphs.
+    """
     if group.world_size == 1:
         return Alone()
-    if settings.comm == "timed":
-        return Timed(group, settings)
     blocking = Blocking(group)
     if settings.comm == "blocking":
         return blocking
-    overlapped: Communication
-    if settings.comm == "c10d":
-        overlapped = Functional(group)
+    overlapped: Overlapped
+    if settings.comm == "timed":
+        overlapped = Timed(group, settings)
+    elif settings.comm == "c10d":
+        overlapped = C10d(group)
     else:
         overlapped = Stream(
             group, own_kernels(group) if settings.comm == "stream" else ()
         )
-    if settings.min_overlap_bytes:
-        return SmallAtOnce(overlapped, blocking, settings.min_overlap_bytes)
-    return overlapped
+    large: Communication = (
+        overlapped if outside is None else BetweenGraphs(overlapped, outside)
+    )
+    if settings.min_overlap_bytes and settings.comm != "timed":
+        return SmallAtOnce(large, blocking, settings.min_overlap_bytes)
+    return large

@@ -97,17 +97,25 @@ def _add_gates(model: Any, vllm_config: Any) -> None:
 
 def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     import vllm
+    from vllm.compilation.breakable_cudagraph import (
+        eager_break_during_capture,
+        is_breakable_cudagraph_enabled,
+    )
     from vllm.distributed.parallel_state import get_dp_group, get_tp_group
     from vllm.logger import init_logger
 
     config = vllm_config.model_config.hf_config
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
-    settings = _chosen(vllm_config)
     exchanging = vllm_config.parallel_config.data_parallel_size > 1
+    settings = _chosen(vllm_config, exchanging)
     if exchanging:
         model.farskip_communication = make_transport(settings, get_dp_group())
     else:
-        model.farskip_communication = make_communication(settings, get_tp_group())
+        model.farskip_communication = make_communication(
+            settings,
+            get_tp_group(),
+            eager_break_during_capture if is_breakable_cudagraph_enabled() else None,
+        )
     stack = reduce(getattr, family.stack.split("."), model)
     if family.like:
         field = field_of(config, num_layers)
@@ -136,9 +144,9 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     )
 
 
-def _chosen(vllm_config: Any) -> Settings:
+def _chosen(vllm_config: Any, exchanging: bool) -> Settings:
     """Return the settings with the backend chosen."""
-    from vllm import envs
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
@@ -147,10 +155,10 @@ def _chosen(vllm_config: Any) -> Settings:
         settings = replace(
             settings, comm="c10d" if current_platform.is_cpu() else "stream"
         )
-    if settings.comm != "blocking" and envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+    if exchanging and settings.comm != "blocking" and is_breakable_cudagraph_enabled():
         init_logger("vllm.fcsd").warning_once(
-            "FarSkip: breakable graphs end at every collective, so all-reduces are blocking;"
-            " VLLM_USE_BREAKABLE_CUDAGRAPH=0 overlaps them"
+            "FarSkip: exchanges of data-parallel ranks end with each piece of a breakable"
+            " graph, so they are blocking; VLLM_USE_BREAKABLE_CUDAGRAPH=0 overlaps them"
         )
         settings = replace(
             settings, comm="blocking", latency_ms=0.0, bandwidth_gb_per_s=0.0

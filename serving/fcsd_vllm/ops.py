@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.library import Library
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -33,11 +34,16 @@ def _schedule(name: str) -> Any:
     context = get_forward_context()
     schedule = context.no_compile_layers[name]
     at_once = getattr(schedule.communication, "at_once", False)
-    if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not at_once:
+    if (
+        context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+        and not at_once
+        and not is_breakable_cudagraph_enabled()
+    ):
         raise Refused(
             "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has"
             " sums in flight (its attention kernels or speculation do not support full"
-            ' graphs); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
+            " graphs); set VLLM_USE_BREAKABLE_CUDAGRAPH=1, with which sums start and end"
+            ' between them, or --compilation-config \'{"cudagraph_mode": "NONE"}\''
         )
     return schedule
 

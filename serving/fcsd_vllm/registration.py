@@ -43,6 +43,7 @@ def register_all() -> None:
             )
             _add_hook(family, architecture)
     _add_warning()
+    _find_drafts()
     if current_platform.is_cpu():
         from fcsd_vllm.cpu_exchange import give_collectives
         from fcsd_vllm.cpu_experts import choose_by_bias, respect_expert_map
@@ -56,6 +57,7 @@ def _add_hook(family: Family, architecture: str) -> None:
     """Make vLLM call the plugin when an engine is configured, after its hook for the
     base's architecture.
     """
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.model_executor.models.config import (
         MODELS_CONFIG_MAP,
         VerifyAndUpdateConfig,
@@ -76,7 +78,11 @@ def _add_hook(family: Family, architecture: str) -> None:
                 vllm_config.model_config.hf_config.num_hidden_layers,
             )
         settings = read_settings(vllm_config.additional_config)
-        if settings.comm != "blocking" and current_platform.is_cuda_alike():
+        if (
+            settings.comm != "blocking"
+            and current_platform.is_cuda_alike()
+            and not is_breakable_cudagraph_enabled()
+        ):
             keep_whole_graphs(vllm_config.compilation_config)
         vllm_config.additional_config = with_version(
             vllm_config.additional_config, fcsd_vllm.__version__
@@ -145,12 +151,44 @@ def _add_warning() -> None:
             MODELS_CONFIG_MAP[name] = made
 
 
+def _find_drafts() -> None:
+    """Let vLLM draft with the layers for multi-token prediction of a converted
+    checkpoint, which it finds by the base's architecture.
+    """
+    from vllm.config import SpeculativeConfig
+
+    if SpeculativeConfig.hf_config_override is not draft_config:
+        _STOCK["hf_config_override"] = SpeculativeConfig.hf_config_override
+        SpeculativeConfig.hf_config_override = staticmethod(draft_config)
+
+
+_STOCK: dict[str, Any] = {}
+
+
+def draft_config(config: Any) -> Any:
+    """Return the config of the draft of a model with this config. Layers that draft are
+    regular: they read the final state, in which nothing is missing.
+    """
+    architecture = config.architectures[0]
+    family = next(
+        (row for row in FAMILIES.values() if row.architecture == architecture), None
+    )
+    if family is not None:
+        config.architectures = [family.causal_lm]
+    config = _STOCK["hf_config_override"](config)
+    if family is not None and config.architectures == [family.causal_lm]:
+        # A draft without such layers is a whole model.
+        config.architectures = [architecture]
+    return config
+
+
 def keep_whole_graphs(compilation_config: Any) -> None:
     """Capture whole decode steps, and run prefill without graphs.
 
-    A piecewise graph ends at attention, where the sums that FarSkip hides behind
+    A compiled piecewise graph ends at attention, where the sums that FarSkip hides behind
     attention are in flight; but a stream that leaves a capture must return before the
-    capture ends.
+    capture ends. Breakable graphs can have the sums between their pieces
+    (`BetweenGraphs`).
     """
     from vllm.config import CUDAGraphMode
     from vllm.logger import init_logger

@@ -58,7 +58,10 @@ EXCHANGE = (
     (f"{_ATTENTION}.mla_attention", "unified_mla_attention_with_output"),
 )
 PUBLIC = (
+    ("vllm.compilation.breakable_cudagraph", "eager_break_during_capture"),
+    ("vllm.compilation.breakable_cudagraph", "is_breakable_cudagraph_enabled"),
     ("vllm.config", "CUDAGraphMode.without_piecewise"),
+    ("vllm.config", "SpeculativeConfig.hf_config_override"),
     ("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce"),
     ("vllm.distributed.parallel_state", "get_dp_group"),
     ("vllm.distributed.parallel_state", "get_tp_group"),

@@ -20,14 +20,17 @@ import numpy as np
 import torch
 from cases import BREADTH, FEW, IN_SGLANG_CASES
 from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.training.mtp import MtpLayers, train_mtp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.reference.tiny import tiny_model
+from tests.training.test_mtp import stored
 
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
@@ -279,6 +282,86 @@ def make_int8(folder: Path, place: Path) -> None:
     np.savez(place / "reference.npz", **outputs_of(model))
 
 
+def make_mtp(folder: Path, place: Path) -> None:
+    """Convert a model with a random layer for multi-token prediction (MTP)."""
+    original = folder / f"{place.name}-original"
+    make_original(original, place.name.partition("-")[0])
+    model = load_model(original)
+    begin = f"model.layers.{model.config.num_hidden_layers}."
+    torch.manual_seed(1)
+    tensors = load_file(original / "model.safetensors")
+    # The model writes eight tokens alone, of which drafts hit some by chance.
+    tensors["lm_head.weight"][8:] = 0
+    # The engine's layer has what it shares with the model, too.
+    tensors[f"{begin}embed_tokens.weight"] = tensors[
+        "model.embed_tokens.weight"
+    ].clone()
+    tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name, value in stored(MtpModel(model, 1).layers[0]).items():
+        tensors[begin + name] = value
+    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    config = json.loads((original / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (original / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(original, place)
+    np.savez(place / "reference.npz", **drafts_of(place))
+
+
+def make_trained_mtp(folder: Path, place: Path) -> None:
+    """Train the same layer on what the converted model writes."""
+    source = folder / place.name.removesuffix("_trained")
+    make(source.name, folder)
+    model = load_model(source, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    prompts = torch.randint(_FIRST_TEXT, VOCABULARY, (256, 4))
+    whole = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        max_new_tokens=28,
+    )
+    rows = [
+        {"input_ids": ids, "position_ids": np.arange(32), "labels": ids}
+        for ids in whole.numpy()
+    ]
+    layers = MtpLayers(model, source, ["model.safetensors"])
+    with torch.enable_grad():
+        train_mtp(layers, rows * 4, batch_rows=16, learning_rate=1e-2)
+    shutil.copytree(source, place)
+    tensors = load_file(place / "model.safetensors") | layers.tensors()
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    np.savez(place / "reference.npz", **drafts_of(place))
+
+
+def drafts_of(folder: Path) -> dict[str, Any]:
+    """Return `outputs_of`, and how many drafts of its MTP layer a model verifies, and
+    accepts, to write them.
+    """
+    model = load_model(folder, dtype=torch.float32)
+    arrays = outputs_of(model)
+    layers = MtpLayers(model, folder, ["model.safetensors"])
+    drafts = accepted = 0
+    for k in range(len(PROMPT_TOKENS)):
+        ids = torch.tensor(np.concatenate([arrays[f"prompt{k}"], arrays[f"ids{k}"]]))
+        batch = {"input_ids": ids[None], "position_ids": torch.arange(len(ids))[None]}
+        embedded = model.get_input_embeddings()(ids[None, 1:])
+        embedded[:, 0] = 0  # vLLM hides the first token from the layer
+        states = layers.mtp.forward_layer(
+            0,
+            layers.hidden(batch)[:, :-1],
+            batch["position_ids"][:, 1:],
+            None,
+            inputs_embeds=embedded,
+        )
+        # Position t reads the token behind and drafts the one after that.
+        right = model.lm_head(states[0, :-1]).argmax(-1) == ids[2:]
+        written = 1
+        while written < NEW_TOKENS:
+            hit = bool(right[PROMPT_TOKENS[k] + written - 2])
+            drafts, accepted, written = drafts + 1, accepted + hit, written + 1 + hit
+    return arrays | {"drafts": drafts, "accepted": accepted}
+
+
 def _dense(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     return [
         (name, module)
@@ -293,12 +376,16 @@ def _multiply(integers: Any, scale: Any, bias: Any, x: Any) -> Any:
     return y if bias is None else y + bias
 
 
+MTP = ("deepseek_v3", "glm4_moe")
+"""Families whose MTP layers transformers and vLLM run."""
 BASE = "qwen2_moe-all"
 """The checkpoint whose variants are made."""
 VARIANTS = {
     "qwen2_moe-adapter": make_adapter,
     "qwen2_moe-int8": make_int8,
     "instella_moe-latent": make_latent,
+    **{f"{family}-mtp": make_mtp for family in MTP},
+    **{f"{family}-mtp_trained": make_trained_mtp for family in MTP},
 }
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _INT8 = {

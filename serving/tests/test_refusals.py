@@ -261,9 +261,12 @@ def test_a_layer_in_whose_place_another_forward_stands_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("comm", ["blocking", "c10d"])
-def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is_in_flight(
-    comm: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "comm, breakable, refused",
+    [("blocking", "0", False), ("c10d", "0", True), ("c10d", "1", False)],
+)
+def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_sums_can_be_between_pieces(
+    comm: str, breakable: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config import CUDAGraphMode
 
@@ -271,9 +274,8 @@ def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is
     from fcsd_vllm.communication import make_communication
     from fcsd_vllm.settings import Settings
 
-    group = SimpleNamespace(
-        world_size=2, device_group=SimpleNamespace(group_name="ranks")
-    )
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
+    group = SimpleNamespace(world_size=2, device_group=None)
     layer = SimpleNamespace(
         communication=make_communication(Settings(comm=comm), group)
     )
@@ -282,10 +284,8 @@ def test_a_piecewise_graph_is_refused_where_its_capture_begins_unless_nothing_is
             cudagraph_runtime_mode=mode, no_compile_layers={"layer": layer}
         )
         monkeypatch.setattr(ops, "get_forward_context", lambda context=context: context)
-        if comm != "blocking" and mode is CUDAGraphMode.PIECEWISE:
-            with pytest.raises(
-                Refused, match="vLLM captures piecewise graphs, which end where"
-            ):
+        if refused and mode is CUDAGraphMode.PIECEWISE:
+            with pytest.raises(Refused, match="set VLLM_USE_BREAKABLE_CUDAGRAPH=1"):
                 ops._schedule("layer")
         else:
             assert ops._schedule("layer") is layer

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpu_graphs
 import orders
 import pytest
+import torch
 from cases import FULL, LAYERS
 
 from fcsd_sglang.families import FAMILIES, REFUSED
@@ -471,3 +473,57 @@ def test_a_setting_that_means_nothing_is_refused(
     with pytest.raises(ValueError) as refused:
         settings()
     assert message in str(refused.value)
+
+
+@pytest.fixture
+def breakable(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's breakable graphs, with graphs, streams and references that work on a
+    CPU.
+    """
+    monkeypatch.syspath_prepend(str(STUBS))
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+        breakable_cuda_graph as graphs,
+    )
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            """Wait for nothing: everything here runs in one order."""
+
+    device = SimpleNamespace(Stream=Stream, current_stream=lambda *a: Stream())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", cpu_graphs.Graph)
+    monkeypatch.setattr(graphs, "get_device_module", lambda: device)
+    monkeypatch.setattr(graphs, "_weak_ref_if_tensor", cpu_graphs.alias)
+    return graphs
+
+
+def capture_with(graphs: Any) -> Any:
+    @torch.inference_mode()
+    def capture(step: Any) -> Any:
+        captured = graphs.BreakableCUDAGraph()
+        with graphs.BreakableCUDAGraphCapture(captured):
+            output = step()
+        assert len(captured._segments) > 1
+        return output, captured.replay
+
+    return capture
+
+
+@pytest.mark.parametrize("case", cpu_graphs.CASES)
+@torch.inference_mode()
+def test_pieces_with_overlapped_sums_between_them_compute_what_blocking_layers_do(
+    case: str, breakable: Any
+) -> None:
+    cpu_graphs.check(case, breakable.eager_on_graph, capture_with(breakable))
+
+
+@pytest.mark.parametrize("fault", cpu_graphs.FAULTS)
+@torch.inference_mode()
+def test_a_fault_in_pieces_is_seen(fault: str, breakable: Any) -> None:
+    backend, message = cpu_graphs.FAULTS[fault]
+    with pytest.raises(AssertionError, match=message):
+        cpu_graphs.check(
+            "all, shared experts",
+            breakable.eager_on_graph,
+            capture_with(breakable),
+            backend,
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+import numpy as np
 import orders
 import pytest
 from cases import BREADTH, FEW, FULL, LAYERS, MANY
@@ -264,6 +265,51 @@ def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that
     assert engine.compare(outputs, models / "hunyuan_v1_moe-original")[0] == 0
 
 
+@pytest.mark.parametrize("layer", ["mtp", "mtp_trained"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_converted_model_drafts_with_its_mtp_layer(
+    family: str, layer: str, models: Path, start: Any
+) -> None:
+    folder = models / f"{family}-{layer}"
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    llm = start(folder, speculative_config=speculation, disable_log_stats=False)
+    outputs = engine.generate(llm, folder, prompt_logprobs=None)
+    equal, worst = engine.compare(outputs, folder)
+    assert equal == 4
+    assert worst < engine.BOUND
+    # Transformers' layer on fcsd's states drafts the same.
+    assert drafts_in(llm) == known_drafts(folder)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_training_an_mtp_layer_makes_its_drafts_better(
+    family: str, models: Path
+) -> None:
+    (drafts, accepted), (fewer, more) = (
+        known_drafts(models / f"{family}-{layer}") for layer in ("mtp", "mtp_trained")
+    )
+    assert 0 < accepted / drafts < more / fewer / 2
+
+
+def known_drafts(folder: Path) -> tuple[int, int]:
+    """Return how many drafts fcsd's reference verifies and accepts."""
+    reference = np.load(folder / "reference.npz")
+    return int(reference["drafts"]), int(reference["accepted"])
+
+
+def drafts_in(llm: Any) -> tuple[int, int]:
+    """Return how many drafts an engine has verified, and how many it has accepted."""
+    counted = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if hasattr(metric, "value")
+    }
+    return (
+        counted["vllm:spec_decode_num_drafts"],
+        counted["vllm:spec_decode_num_accepted_tokens"],
+    )
+
+
 def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
     """Last, because vLLM 0.32.0 starts no other engine in a process that has numba,
     which these drafts are made by.
@@ -278,10 +324,6 @@ def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
     )
     assert equal == 4
     assert worst < engine.BOUND
-    counted = {
-        metric.name: metric.value
-        for metric in llm.get_metrics()
-        if hasattr(metric, "value")
-    }
-    assert counted["vllm:spec_decode_num_drafts"] > 0
-    assert counted["vllm:spec_decode_num_accepted_tokens"] > 0
+    drafts, accepted = drafts_in(llm)
+    assert drafts > 0
+    assert accepted > 0
