@@ -57,8 +57,9 @@ CHOICE = ("hellaswag", "piqa", "arc_easy")
 @dataclass(frozen=True)
 class Point:
     """A network with some halves ahead, after a training of `tokens` from copied or
-    calibrated weights. rewired: `attention` ahead in all layers; `14`: and so the 14 MoE
-    blocks that cost least; `last-28`: both halves of these layers; `none`: the original.
+    calibrated weights. rewired: `attention` ahead in all layers; `attention-24`: in 24
+    at most, those that cost least; `14`: in all layers, and so the 14 MoE blocks that
+    cost least; `last-28`: both halves of these layers; `none`: the original.
     """
 
     network: str
@@ -101,6 +102,8 @@ class Point:
         if self.rewired.isdigit():
             return {"layers": "all", "mlp": cheapest(state, self)}
         kind, _, count = self.rewired.partition("-")
+        if kind == "attention":
+            return {"layers": with_cheap_attention(state, self), "mlp": "full"}
         layers = {kind: min(int(count), num_layers(state, self))} if count else kind
         return {"layers": layers, "mlp": "outdated"}
 
@@ -115,23 +118,50 @@ def cheapest(state: Path, point: Point) -> list[int]:
     return blocks
 
 
+def with_cheap_attention(state: Path, point: Point) -> list[int] | str:
+    """Return layers to rewire so that attention is ahead in as many of them as a point
+    names, or fewer, by the prices of a layer study.
+    """
+    from fcsd.planning.layers.front import attention_carried, front, moe_mask
+
+    count = int(point.rewired.removeprefix("attention-"))
+    study = read_json(study_of(state, point, attention=True) / "layers.json")
+    mask = moe_mask(study)
+
+    def waiting(spec: Any) -> float:
+        """Count the layers that wait, instead of seconds."""
+        return len(mask) - len(attention_carried(spec, mask))
+
+    found = front(study, "kl", False, waiting)
+    rows = [
+        row
+        for row in found["rows"][: found["steps"]]
+        if row["step_s"] >= len(mask) - count
+    ]
+    layers: list[int] | str = rows[-1]["connectivity"]["layers"]
+    return layers
+
+
 def num_layers(state: Path, point: Point) -> int:
     number: int = read_json(state / point.original / "config.json")["num_hidden_layers"]
     return number
 
 
-def study_of(state: Path, point: Point) -> Path:
-    """Return the layer study of a point's network. The first worker that needs it makes
-    it; a killed one continues.
+def study_of(state: Path, point: Point, attention: bool = False) -> Path:
+    """Return the layer study of a point's network, of MoE blocks or of attention. The
+    first worker that needs it makes it; a killed one continues.
     """
-    study = state / "layers" / point.network
+    name = f"{point.network}-attention" if attention else point.network
+    sides = ["--mlp", "full", "--sides", "attention"]
+    if not attention:
+        sides = ["--mlp", "selected", "--sides", "single"]
+    study = state / "layers" / name
     study.parent.mkdir(exist_ok=True)
     with study.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (study / "manifest.json").is_file():
-            call(state, f"layers-{point.network}", sys.executable, "-m", "fcsd",
-                 "layers", state / point.original, "--mlp", "selected",
-                 "--sides", "single", "--text", state / "models/data/heldout.jsonl",
+            call(state, f"layers-{name}", sys.executable, "-m", "fcsd",
+                 "layers", state / point.original, *sides, "--text", state / "models/data/heldout.jsonl",
                  "--loss-on", "all", "--text-examples", "24", "--max-length", "256",
                  "--output", study)  # fmt: skip
     return study
@@ -145,7 +175,7 @@ def points(tokens: int) -> list[Point]:
     found += [Point("shared", rewired, *start) for rewired in first for start in starts]
     found += [
         Point("upcycled", rewired, *start)
-        for rewired in ("attention", "last-28", "10")
+        for rewired in ("attention", "attention-24", "attention-16", "last-28", "10")
         for start in starts
     ]
     # Ten times as long: what looks best, and the paper's selection.
@@ -450,8 +480,7 @@ def calibrate(state: Path, settings: Mapping[str, Any], folder: Path, run: Any) 
     with known.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not known.exists():
-            if not folder.exists():
-                run("run", "--only", "calibrate")
+            run("run", "--only", "calibrate")
             link_tree(folder, known)
     if not folder.exists():
         link_tree(known, folder)
