@@ -152,7 +152,7 @@ def study_of(state: Path, point: Point, attention: bool = False) -> Path:
     first worker that needs it makes it; a killed one continues.
     """
     name = f"{point.network}-attention" if attention else point.network
-    sides = ["--mlp", "full", "--sides", "attention"]
+    sides = ["--mlp", "full", "--sides", "last,attention", "--every", "8"]
     if not attention:
         sides = ["--mlp", "selected", "--sides", "single"]
     study = state / "layers" / name
