@@ -29,7 +29,7 @@ def _exchanges(arguments: Any) -> bool:
     return getattr(arguments, "moe_a2a_backend", None) not in (None, "none")
 
 
-def _reads_between_layers(arguments: Any) -> bool:
+def _drafts(arguments: Any) -> bool:
     algorithm = getattr(arguments, "speculative_algorithm", None)
     return algorithm is not None and algorithm.upper() != "NGRAM"
 
@@ -89,10 +89,11 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         " adapter into the weights",
     ),
     (
-        _reads_between_layers,
+        _drafts,
         (
-            "draft models read the stream between layers, where FarSkip has sums in"
-            " flight; use --speculative-algorithm NGRAM"
+            "drafts by a model or by MTP layers are untested with FarSkip (EAGLE3 reads"
+            " the stream between layers, where sums are in flight); use"
+            " --speculative-algorithm NGRAM"
         ),
     ),
 )

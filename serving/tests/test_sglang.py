@@ -433,7 +433,7 @@ def test_without_the_plugin_sglang_refuses_the_folder(models: Path) -> None:
         ({"enable_fused_moe_sum_all_reduce": True}, "--enable-fused-moe-sum-all-reduce"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"enable_lora": True}, "LoRA"),
-        ({"speculative_algorithm": "EAGLE3"}, "draft models"),
+        ({"speculative_algorithm": "EAGLE3"}, "stream between layers"),
     ],
 )  # fmt: skip
 def test_an_argument_that_farskip_layers_do_not_go_with_is_refused(
