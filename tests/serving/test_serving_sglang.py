@@ -62,7 +62,7 @@ def test_another_version_of_sglang_is_refused_in_a_line_that_names_it(
     [
         ({"attn_dp_size": 2}, "data-parallel attention"),
         ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
-        ({"speculative_algorithm": "EAGLE3"}, "draft models"),
+        ({"speculative_algorithm": "EAGLE3"}, "stream between layers"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
     ],
 )

@@ -57,7 +57,7 @@ def summed(rank: int) -> list[bool]:
     settings = plugin("settings").Settings(comm="timed")
     group = SimpleNamespace(world_size=2, device_group=dist.group.WORLD)
     right = []
-    for back_end in (module.Timed(group, settings), module.Functional(group)):
+    for back_end in (module.Timed(group, settings), module.C10d(group)):
         for name, view in VIEWS.items():
             x = view((rank + 1) * torch.arange(20.0).reshape(5, 4))
             total = back_end.wait(back_end.start(x, name), name)
