@@ -135,8 +135,10 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'fcsd = "fcsd.cli.main:main"' in (ROOT / "pyproject.toml").read_text()
     assert main([]) == 2
-    assert "usage: fcsd" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "usage: fcsd" in printed and "First steps:" in printed
 
 
 class Refused:
@@ -145,10 +147,10 @@ class Refused:
     def __init__(self, capfd: pytest.CaptureFixture[str], watched: Path):
         self.capfd, self.watched = capfd, watched
 
-    def __call__(self, *command: str, message: str) -> None:
+    def __call__(self, *command: object, message: str) -> None:
         before = self._final_names()
         self.capfd.readouterr()
-        status = main(list(command))
+        status = main([str(word) for word in command])
         out, error = self.capfd.readouterr()
         lines = [
             line for line in re.split(r"[\n\r]", error) if line.startswith("fcsd ")
@@ -233,11 +235,9 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(
     model = copied(bench, **config)
     if damage is not None:
         damage(model)
-    refused("convert", str(model), str(bench.folder / "out"), message=message)
+    refused("convert", model, bench.folder / "out", message=message)
     assert list(bench.folder.iterdir()) == []
-    refused(
-        "distill", str(bench.recipe("r", model={"path": str(model)})), message=message
-    )
+    refused("distill", bench.recipe("r", model={"path": str(model)}), message=message)
 
 
 def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
@@ -249,10 +249,10 @@ def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
         refused(*command, message=r"missing: no such folder")
     refused(
         "distill",
-        str(bench.recipe("r", model={"path": missing})),
+        bench.recipe("r", model={"path": missing}),
         message=r"missing: no such folder",
     )
-    refused("distill", str(bench.folder / "no.yaml"), message=r"no\.yaml: no such file")
+    refused("distill", bench.folder / "no.yaml", message=r"no\.yaml: no such file")
     refused("compare", missing, missing, message=r"missing")
 
 
@@ -264,7 +264,7 @@ def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(
     (model / "chat_template.jinja").unlink()
     refused(
         "distill",
-        str(recipe),
+        recipe,
         message=(
             r"no chat template, needed for prompts and messages; use the tokenizer"
             r" of an"
@@ -273,22 +273,20 @@ def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(
     tiny_tokenizer(512).save_pretrained(model)
     refused(
         "distill",
-        str(recipe),
+        recipe,
         message=r"the tokenizer has 512 tokens, the model's vocabulary only 300",
     )
     for file in model.glob("tokenizer*"):
         file.unlink()
     refused(
-        "distill",
-        str(recipe),
-        message=r"copied: holds no tokenizer; copy tokenizer\.json",
+        "distill", recipe, message=r"copied: holds no tokenizer; copy tokenizer\.json"
     )
 
 
 def source(bench: Bench, text: str, **keys: Any) -> dict[str, Any]:
     path = bench.rows.parent / "other.jsonl"
     path.write_text(text)
-    return {"train": [{"path": str(path), **keys}], "max_length": 32}
+    return {"train": [{"path": str(path)} | keys], "max_length": 32}
 
 
 ROW = (
@@ -311,33 +309,18 @@ ROW = (
         (ROW, {}, (r"has 1 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data")),
         (ROW, {"streaming": True}, r"data.train.0.streaming: fcsd tokenizes every source once"),
         (ROW, {"split": "test"}, r"other\.jsonl"),
+        (ROW, {"path": "none.jsonl"}, r"none\.jsonl.*no such file"),
     ],
     ids=[
-        "missing column",
-        "empty",
-        "invalid",
-        "wrong type",
-        "too little",
-        "a key of former times",
-        "unknown split",
+        "missing column", "empty", "invalid", "wrong type", "too little", "a key of former times", "unknown split",
+        "missing file",
     ],
 )  # fmt: skip
 def test_data_that_cannot_be_used_is_refused(
     bench: Bench, refused: Refused, text: str, keys: dict[str, Any], message: str
 ) -> None:
     refused(
-        "distill",
-        str(bench.recipe("r", data=source(bench, text, **keys))),
-        message=message,
-    )
-
-
-def test_a_missing_data_file_is_refused(bench: Bench, refused: Refused) -> None:
-    data = {"train": [{"path": str(bench.folder / "none.jsonl")}], "max_length": 32}
-    refused(
-        "distill",
-        str(bench.recipe("r", data=data)),
-        message=r"none\.jsonl.*no such file",
+        "distill", bench.recipe("r", data=source(bench, text, **keys)), message=message
     )
 
 
@@ -362,7 +345,7 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
             ["calibrate", str(bench.base), f"{out}-c-{next(iter(row))}"],
             ["layers", str(bench.base), "--output", f"{out}-l-{next(iter(row))}"],
         ):
-            refused(*command, "--text", str(file), message=message)
+            refused(*command, "--text", file, message=message)
 
 
 def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> None:
@@ -419,21 +402,21 @@ def test_a_folder_of_someone_else_is_not_written_into(
     (own / "thesis.txt").write_text("mine")
     refused(
         "distill",
-        str(bench.recipe("r")),
+        bench.recipe("r"),
         message=r"is not empty and was not made by stage 'distill'; choose another",
     )
-    refused("convert", str(bench.base), str(own), message=r"exists|not empty")
+    refused("convert", bench.base, own, message=r"exists|not empty")
     refused(
         "trace",
-        str(bench.recipe()),
+        bench.recipe(),
         "--output",
-        str(own),
+        own,
         message=r"distill: exists and holds no trace",
     )
     unfinished = own.rename(bench.folder / "out.partial")
     text = ("--text", str(bench.rows))
     refused(
-        "calibrate", str(bench.base), str(bench.folder / "out"), *text,
+        "calibrate", bench.base, bench.folder / "out", *text,
         message=r"out\.partial: exists and holds no unfinished calibration; choose another",
     )  # fmt: skip
     own = unfinished
@@ -505,42 +488,12 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         )
 
 
-def test_a_mistake_in_a_command_line_is_argparse_usage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for words in (
-        ["convert"],
-        ["convert", "a", "b", "--attention", "half"],
-        ["nonsense"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-    assert "invalid choice: 'half'" in capsys.readouterr().err
-
-
 def test_the_working_folder_is_not_replaced(
     bench: Bench, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (bench.folder / "here").mkdir()
     monkeypatch.chdir(bench.folder / "here")
-    refused("convert", str(bench.base), ".", message="not the name of a new folder")
-
-
-def test_no_option_takes_an_empty_path_for_the_working_folder(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for words, name in (
-        (["convert", "model", ""], "OUT"),
-        (["evaluate", "model", "--output", ""], "--output"),
-        (["evaluate", "model", "--cache="], "--cache"),
-        (["run", "", "--show"], "RECIPE"),
-        (["tiny-data", ""], "OUT"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-        assert f"argument {name}: a path is needed, got ''" in capsys.readouterr().err
+    refused("convert", bench.base, ".", message="not the name of a new folder")
 
 
 def test_an_address_in_a_mistaken_command_line_is_shown_without_its_secrets(
@@ -564,8 +517,8 @@ def test_data_are_not_looked_for_where_nothing_is_left_out(
     bench: Bench, refused: Refused
 ) -> None:
     refused(
-        *("calibrate", str(bench.base), str(bench.folder / "out")),
-        *("--text", str(bench.rows), "--data-root", "nowhere"),
+        *("calibrate", bench.base, bench.folder / "out"),
+        *("--text", bench.rows, "--data-root", "nowhere"),
         message="--data-root has no meaning without --decontaminate",
     )
 
@@ -575,8 +528,8 @@ def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
     bench: Bench, refused: Refused, option: str
 ) -> None:
     refused(
-        *("calibrate", str(bench.base), str(bench.folder / "out")),
-        *("--text", str(bench.rows), option, "-1"),
+        *("calibrate", bench.base, bench.folder / "out"),
+        *("--text", bench.rows, option, "-1"),
         message=f"error: {option}: Input should be greater than",
     )
 
@@ -641,7 +594,7 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_option_that_the_stage_does_not_have_is_refused(
     bench: Bench, refused: Refused, options: str, message: str
 ) -> None:
-    refused("run", str(bench.recipe("r")), *options.split(), message=message)
+    refused("run", bench.recipe("r"), *options.split(), message=message)
 
 
 def test_the_resolved_recipe_loads_again(
@@ -662,46 +615,34 @@ def test_the_accelerate_configuration_is_what_accelerate_reads() -> None:
     assert (config.num_processes, config.use_cpu) == (2, True)
 
 
-def test_the_entry_point_is_installed_with_the_package() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert 'fcsd = "fcsd.cli.main:main"' in text
-    completed = subprocess.run(
-        [sys.executable, "-m", "fcsd", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "First steps:" in completed.stdout
+EMPTY = "a path is needed, got ''"
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
-    [("trian", "pretrain"), ("distil", "distill"), ("evalute", "evaluate")],
-)
-def test_a_command_that_is_misspelt_is_guessed(
-    word: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([word, "recipe.yaml"])
-    assert ended.value.code == 2
-    assert f"no command '{word}'; did you mean '{said}'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
+    ("words", "said"),
     [
-        ("--laers=1", "fcsd convert: error: no option '--laers'; did you mean '--layers'?"),
-        ("more", "fcsd convert: error: unexpected argument 'more'; put a name with"),
+        (["convert"], "the following arguments are required: MODEL, OUT"),
+        (["convert", "a", "b", "--attention", "half"], "argument --attention: invalid choice: 'half'"),
+        (["nonsense"], "no command 'nonsense'"),
+        (["convert", "m", "out", "--laers=1"], "fcsd convert: error: no option '--laers'; did you mean '--layers'?"),
+        (["convert", "model", "out", "more"], "fcsd convert: error: unexpected argument 'more'; put a name with"),
+        *(([word, "recipe.yaml"], f"no command '{word}'; did you mean '{said}'?")
+          for word, said in (("trian", "pretrain"), ("distil", "distill"), ("evalute", "evaluate"))),
+        # which would be the working folder
+        (["convert", "model", ""], f"argument OUT: {EMPTY}"),
+        (["evaluate", "model", "--output", ""], f"argument --output: {EMPTY}"),
+        (["evaluate", "model", "--cache="], f"argument --cache: {EMPTY}"),
+        (["run", "", "--show"], f"argument RECIPE: {EMPTY}"),
+        (["tiny-data", ""], f"argument OUT: {EMPTY}"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_an_option_that_is_misspelt_is_guessed(
-    word: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_in_a_command_line_is_argparse_usage(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["convert", "model", "out", word])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+        main(words)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", sorted(cli.MOVED_COMMANDS))
