@@ -513,25 +513,19 @@ def test_an_address_in_a_mistaken_command_line_is_shown_without_its_secrets(
         assert "host" in error and "SECRET" not in error
 
 
-def test_data_are_not_looked_for_where_nothing_is_left_out(
-    bench: Bench, refused: Refused
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--data-root", "nowhere", "--data-root has no meaning without --decontaminate"),
+        *((option, "-1", f"error: {option}: Input should be greater than")
+          for option in ("--tokens", "--ridge", "--max-length")),
+    ],
+)  # fmt: skip
+def test_an_option_without_meaning_or_out_of_range_is_refused_by_its_name(
+    bench: Bench, refused: Refused, option: str, value: str, message: str
 ) -> None:
-    refused(
-        *("calibrate", bench.base, bench.folder / "out"),
-        *("--text", bench.rows, "--data-root", "nowhere"),
-        message="--data-root has no meaning without --decontaminate",
-    )
-
-
-@pytest.mark.parametrize("option", ["--tokens", "--ridge", "--max-length"])
-def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
-    bench: Bench, refused: Refused, option: str
-) -> None:
-    refused(
-        *("calibrate", bench.base, bench.folder / "out"),
-        *("--text", bench.rows, option, "-1"),
-        message=f"error: {option}: Input should be greater than",
-    )
+    command = ("calibrate", bench.base, bench.folder / "out", "--text", bench.rows)
+    refused(*command, option, value, message=message)
 
 
 def test_an_interruption_says_how_to_continue(

@@ -310,40 +310,37 @@ def test_the_sentence_splitter_of_the_package_is_nltks(
     ]  # fmt: skip
 
 
-def test_a_missing_sentence_splitter_is_one_line_before_a_model_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SPLITTING = {
+    "utils.py": "import re\n\nfrom . import split\n",
+    "split.py": 'import nltk\n\nnltk.download("punkt_tab")\n',
+}
+IMPORTING = {
+    "utils.py": "import re\nimport no_such_package\nfrom helper import x\n"
+    "try:\n    import optional_one\nexcept ImportError:\n    pass\n",
+    "helper.py": "from no_such_either.part import y\n",
+    "prepare.py": "import unused_one\n",  # not called by the definition
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (SPLITTING, "task own: needs nltk's sentence splitter (punkt_tab), which is not"
+                    " installed; pip install 'fcsd[instruct]' brings it"),
+        (IMPORTING, "task own: needs packages that are not installed (no_such_package, no_such_either);"
+                    " pip install 'fcsd[instruct]'"),
+    ],
+    ids=["a sentence splitter", "packages"],
+)  # fmt: skip
+def test_what_a_definition_needs_and_is_not_installed_is_one_line_before_a_model_runs(
+    files: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
     monkeypatch.setitem(sys.modules, "punkt", None)
     (tmp_path / "own.yaml").write_text("process_results: !function utils.grade\n")
-    (tmp_path / "utils.py").write_text("import re\n\nfrom . import split\n")
-    (tmp_path / "split.py").write_text('import nltk\n\nnltk.download("punkt_tab")\n')
-    with user_error(
-        re.escape(
-            "task own: needs nltk's sentence splitter (punkt_tab), which is not"
-            " installed; pip install 'fcsd[instruct]' brings it"
-        )
-    ):
-        provide_packages("own", tmp_path)
-
-
-def test_packages_that_a_definition_imports_are_named_and_others_are_not(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "own.yaml").write_text("process_results: !function utils.grade\n")
-    (tmp_path / "utils.py").write_text(
-        "import re\nimport no_such_package\nfrom helper import x\n"
-        "try:\n    import optional_one\nexcept ImportError:\n    pass\n"
-    )
-    (tmp_path / "helper.py").write_text("from no_such_either.part import y\n")
-    # Not called by the definition.
-    (tmp_path / "prepare.py").write_text("import unused_one\n")
-    with user_error(
-        re.escape(
-            "task own: needs packages that are not installed (no_such_package,"
-            " no_such_either); pip install 'fcsd[instruct]'"
-        )
-    ):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with user_error(re.escape(message)):
         provide_packages("own", tmp_path)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -365,63 +366,40 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_continues_w
     assert results["run_s"] > kept["time"]["run_s"]
 
 
-def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_continues(
+@pytest.mark.parametrize(
+    ("owner", "method", "is_due", "last"),
+    [
+        (trainer_module.DistillTrainer, "compute_loss", lambda self, calls: self.state.global_step == 2, 3),
+        (CodeScorer, "score_samples", lambda self, calls: calls == 3, 2),
+    ],
+    ids=["before a score", "during a score"],
+)  # fmt: skip
+def test_a_run_that_a_signal_ends_makes_no_further_score_until_it_continues(
     bench: Bench,
     metrics: dict[str, dict[str, Any]],
     by_code: Any,
     monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    is_due: Callable[[Any, int], bool],
+    last: int,
 ) -> None:
     command = ["distill", str(recipe(bench, "r", metrics["code"]))]
-    compute = trainer_module.DistillTrainer.compute_loss
+    does, calls = getattr(owner, method), []
 
     def signalled(self: Any, *args: Any, **options: Any) -> Any:
-        if self.state.global_step == 2:
+        calls.append(1)
+        if is_due(self, len(calls)):
             os.kill(os.getpid(), signal.SIGTERM)
-        return compute(self, *args, **options)
+        return does(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.DistillTrainer, "compute_loss", signalled)
+        patch.setattr(owner, method, signalled)
         assert main(command) == 128 + signal.SIGTERM
-    kept = read_json(
-        bench.folder
-        / "r"
-        / "distill"
-        / "checkpoints"
-        / "checkpoint-3"
-        / "early_stopping.json"
-    )
-    assert kept["points"][-1]["step"] == 2
-    assert main(command) == 0
-    assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
-
-
-def test_a_signal_during_a_score_ends_the_run_behind_it(
-    bench: Bench,
-    metrics: dict[str, dict[str, Any]],
-    by_code: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    command = ["distill", str(recipe(bench, "r", metrics["code"]))]
-    grade, made = CodeScorer.score_samples, []
-
-    def signalled(self: Any, *args: Any, **options: Any) -> Any:
-        made.append(1)
-        if len(made) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return grade(self, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CodeScorer, "score_samples", signalled)
-        assert main(command) == 128 + signal.SIGTERM
-    kept = read_json(
-        bench.folder
-        / "r"
-        / "distill"
-        / "checkpoints"
-        / "checkpoint-2"
-        / "early_stopping.json"
-    )
-    assert kept["points"][-1]["step"] == 2 and len(made) == 3
+    if owner is CodeScorer:
+        assert len(calls) == 3
+    folder = bench.folder / "r" / "distill" / "checkpoints" / f"checkpoint-{last}"
+    assert read_json(folder / "early_stopping.json")["points"][-1]["step"] == 2
     assert main(command) == 0
     assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
 

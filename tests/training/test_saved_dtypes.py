@@ -306,52 +306,47 @@ def test_a_model_that_was_loaded_in_another_dtype_is_saved_in_that(
     assert {dtypes.declared, *dtypes.tensors.values()} == {torch.float32}
 
 
+NEEDS_PEFT = pytest.mark.skipif(
+    find_spec("peft") is None, reason="needs peft: pip install 'fcsd[lora]'"
+)
+
+
 @pytest.mark.parametrize(
-    ("configuration", "settings"),
-    [
-        (None, {"dtype": "bfloat16"}),
-        pytest.param("cpu_2", {"bf16": True}, marks=pytest.mark.breadth),
-        ("cpu_2_fsdp2", {"bf16": True}),
-        pytest.param("cpu_2_fsdp2", {"dtype": "bfloat16"}, marks=pytest.mark.breadth),
-        pytest.param(
-            "cpu_2_zero3", {"bf16": True}, marks=[NEEDS_DEEPSPEED, pytest.mark.breadth]
-        ),
-    ],
-    ids=["alone", "ddp", "fsdp2", "fsdp2-bfloat16", "zero3"],
+    ("configuration", "settings", "lora"),
+    few(
+        [
+            (None, {"dtype": "bfloat16"}, None),
+            ("cpu_2_fsdp2", {"bf16": True}, None),
+            ("cpu_2", {"bf16": True}, None),
+            ("cpu_2_fsdp2", {"dtype": "bfloat16"}, None),
+            pytest.param("cpu_2_zero3", {"bf16": True}, None, marks=NEEDS_DEEPSPEED),
+            pytest.param(None, {}, {"r": 2}, marks=NEEDS_PEFT),
+        ],
+        2,
+    ),
+    ids=["alone", "fsdp2", "ddp", "fsdp2-bfloat16", "zero3", "merged adapters"],
 )
 def test_a_recipe_leaves_what_its_checkpoint_had_under_every_engine(
-    configuration: str | None, settings: dict[str, Any], bench: Bench, tmp_path: Path
+    configuration: str | None,
+    settings: dict[str, Any],
+    lora: dict[str, Any] | None,
+    bench: Bench,
+    tmp_path: Path,
 ) -> None:
     """The router's weight and bias of ERNIE 4.5 are parameters; ZeRO-3 computes with
     them in bfloat16.
     """
-    path = checkpoint("ernie4_5_moe", tmp_path, vocab_size=300)
+    family = "ernie4_5_moe" if lora is None else "deepseek_v3"
+    path = checkpoint(family, tmp_path, vocab_size=300)
     tiny_tokenizer(300).save_pretrained(path)
     train = {
         "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30,
     }  # fmt: skip
-    recipe = bench.recipe(model={"path": str(path)}, train=train | settings)
+    recipe = bench.recipe(model={"path": str(path)}, train=train | settings, lora=lora)
     command = ["distill", str(recipe)]
     assert (
         main(command) if configuration is None else launch(configuration, command)
     ) in (0, [0])
-    assert_equal_files(bench.folder / "r" / "distill" / "model", path)
-
-
-@pytest.mark.skipif(
-    find_spec("peft") is None, reason="needs peft: pip install 'fcsd[lora]'"
-)
-@pytest.mark.breadth
-def test_a_model_that_adapters_were_merged_into_keeps_its_dtypes(
-    bench: Bench, tmp_path: Path
-) -> None:
-    path = checkpoint("deepseek_v3", tmp_path, vocab_size=300)
-    tiny_tokenizer(300).save_pretrained(path)
-    train = {
-        "max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128, "learning_rate": 1e-30,
-    }  # fmt: skip
-    recipe = bench.recipe(model={"path": str(path)}, train=train, lora={"r": 2})
-    assert main(["distill", str(recipe)]) == 0
     assert_equal_files(bench.folder / "r" / "distill" / "model", path)
 
 

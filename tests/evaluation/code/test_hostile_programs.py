@@ -434,14 +434,8 @@ def test_ending_early_is_an_error_and_no_success(scorer: CodeScorer, code: str) 
     assert run(scorer, code).outcome == "error"
 
 
-@pytest.mark.parametrize(
-    "base", ["object", "int", "str", "list", "dict", "tuple", "set", "float"]
-)
-def test_an_object_that_equals_everything_is_wrong(
-    scorer: CodeScorer, base: str
-) -> None:
-    code = f"""
-class Everything({base}):
+EVERYTHING = """
+class Everything(BASE):
     def __eq__(self, other): return True
     def __ne__(self, other): return False
     def __hash__(self): return 42
@@ -450,7 +444,45 @@ class Everything({base}):
 def f(x):
     return Everything()
 """
-    assert run(scorer, code).outcome == "wrong"
+PATCHED = """
+import builtins, sys
+builtins.AssertionError = type("Never", (Exception,), {})
+builtins.compile = builtins.exec = lambda *a, **k: None
+sys.settrace(lambda *a: None)
+def f(x):
+    return None
+"""
+SWALLOWING = """
+import signal
+for number in range(1, 32):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+def f(x):
+    while True:
+        try:
+            while True: pass
+        except BaseException:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        *(pytest.param(EVERYTHING.replace("BASE", base), "wrong", id=f"equals everything, of {base}")
+          for base in ("object", "int", "str", "list", "dict", "tuple", "set", "float")),
+        pytest.param(PATCHED, "wrong", id="patched builtins"),
+        pytest.param("def f(x):\n    while True: print('x' * 1000)", "timeout", id="infinite output"),
+        pytest.param(SWALLOWING, "timeout", id="swallows signals and exceptions"),
+    ],
+)  # fmt: skip
+def test_a_program_that_deceives_or_does_not_end_is_wrong_or_timed_out(
+    scorer: CodeScorer, code: str, end: str
+) -> None:
+    outcome = run(scorer, code)
+    assert outcome.outcome == end and outcome.seconds < 10
 
 
 SEARCH = """
@@ -495,18 +527,6 @@ def test_expected_outputs_are_not_in_reach_of_the_program(scorer: CodeScorer) ->
     problem = Problem("s", "", "", (f"assert f() == {secret!r}\n",))
     for _ in range(2):  # nor does anything remain from an earlier job
         assert run(scorer, SEARCH, problem).outcome == "wrong"
-
-
-def test_patched_builtins_do_not_reach_the_tests(scorer: CodeScorer) -> None:
-    code = """
-import builtins, sys
-builtins.AssertionError = type("Never", (Exception,), {})
-builtins.compile = builtins.exec = lambda *a, **k: None
-sys.settrace(lambda *a: None)
-def f(x):
-    return None
-"""
-    assert run(scorer, code).outcome == "wrong"
 
 
 @pytest.mark.parametrize("names", [None, ("f",)])
@@ -564,34 +584,6 @@ def f(x):
     return x + 1
 """
         assert run(scorer, code).outcome in ("error", "wrong")
-
-
-def test_infinite_output_is_a_timeout(scorer: CodeScorer) -> None:
-    assert (
-        run(scorer, "def f(x):\n    while True: print('x' * 1000)").outcome == "timeout"
-    )
-
-
-def test_a_loop_that_swallows_signals_and_exceptions_is_a_timeout(
-    scorer: CodeScorer,
-) -> None:
-    code = """
-import signal
-for number in range(1, 32):
-    try:
-        signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError):
-        pass
-def f(x):
-    while True:
-        try:
-            while True: pass
-        except BaseException:
-            pass
-"""
-    outcome = run(scorer, code)
-    assert outcome.outcome == "timeout"
-    assert outcome.seconds < 10
 
 
 def test_limits_cannot_be_raised_and_pipes_of_the_server_are_closed(

@@ -73,17 +73,6 @@ def test_damaged_generation_settings_are_an_error_and_not_taken_for_missing(
     refused_by_all(folder, tmp_path / "out", r"generation_config\.json: .*fetch")
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_generation_setting_of_another_type_is_named(
-    whole: Path, tmp_path: Path, name: str
-) -> None:
-    content = json.dumps({name: WRONG[name]}).encode()
-    folder = damaged(whole, tmp_path, "generation_config.json", content)
-    refused_by_all(
-        folder, tmp_path / "out", rf"generation_config\.json: {name} must be .*; fetch"
-    )
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
 def test_end_tokens_of_another_type_in_a_config_are_named(
     tmp_path: Path, family: str
@@ -98,21 +87,25 @@ def test_end_tokens_of_another_type_in_a_config_are_named(
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"early_stopping": "sometimes"}, {"suppress_tokens": 3}, {"watermarking_config": "x"},
-        {"num_return_sequences": 2}, {"cache_implementation": ["static"]},
-    ],
+REFUSED = (
+    {"early_stopping": "sometimes"}, {"suppress_tokens": 3}, {"watermarking_config": "x"},
+    {"num_return_sequences": 2}, {"cache_implementation": ["static"]},
 )  # fmt: skip
-def test_generation_settings_that_transformers_refuses_are_one_line(
-    whole: Path, tmp_path: Path, settings: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        *(({name: WRONG[name]}, f"{name} must be .*; fetch") for name in WRONG),
+        *((settings, "transformers refuses its") for settings in REFUSED),
+    ],
+)
+def test_generation_settings_that_cannot_be_used_are_one_line(
+    whole: Path, tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:
     content = json.dumps(settings).encode()
     folder = damaged(whole, tmp_path, "generation_config.json", content)
-    refused_by_all(
-        folder, tmp_path / "out", r"generation_config\.json: transformers refuses its"
-    )
+    refused_by_all(folder, tmp_path / "out", rf"generation_config\.json: {said}")
 
 
 @pytest.mark.parametrize(
@@ -211,29 +204,27 @@ BESIDE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["cut", "empty", "a list", "null", "nested"])
-@pytest.mark.parametrize("name", BESIDE)
+TEMPLATES = ("chat_template.jinja", "additional_chat_templates/rag.jinja")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        *((name, NO_OBJECT[kind], ".*fetch")
+          for name in BESIDE for kind in ("cut", "empty", "a list", "null", "nested")),
+        *((name, content, "(is empty|not a text file)")
+          for name in TEMPLATES for content in (b"", b" \n", "{{ x }}".encode("utf-16"))),
+    ],
+)  # fmt: skip
 def test_a_damaged_file_of_a_tokenizer_is_neither_loaded_nor_copied(
-    whole: Path, tmp_path: Path, name: str, kind: str
-) -> None:
-    folder = damaged(whole, tmp_path, name, NO_OBJECT[kind])
-    with user_error(rf"{name}: .*fetch"):
-        load_tokenizer(folder)
-    with user_error(rf"{name}: .*fetch"):
-        convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])  # fmt: skip
-@pytest.mark.parametrize("content", [b"", b" \n", "{{ x }}".encode("utf-16")])
-def test_a_damaged_chat_template_is_neither_loaded_nor_copied(
-    whole: Path, tmp_path: Path, name: str, content: bytes
+    whole: Path, tmp_path: Path, name: str, content: bytes, said: str
 ) -> None:
     folder = damaged(whole, tmp_path, name, content)
-    with user_error(f"{name}: (is empty|not a text file)"):
+    with user_error(f"{name}: {said}"):
         load_tokenizer(folder)
-    with user_error(f"{name}: (is empty|not a text file)"):
+    with user_error(f"{name}: {said}"):
         convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("content", [b'{"a": "b"}', b'{"a": [1]}', b"{}"])
