@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def page(tmp_path: Path) -> Path:
     first, second = both.values()
     write_items(both, {list(both)[1]: compare(first, second)}, tmp_path / "items.html")
     return tmp_path / "items.html"
+
+
+def page_of(
+    folder: Path, samples_of: Callable[[str], list[dict[str, Any]]], **options: Any
+) -> str:
+    """Write the page of the samples of two models in a code task; return its address."""
+    both = {}
+    for name in ("original", "fcsd"):
+        (whole, _), samples = result(name, **options), samples_of(name)
+        row = whole["tasks"]["code"] | {"num_items": len(samples)}
+        tasks = {"code": row}
+        both[name] = {"result": whole | {"tasks": tasks}, "samples": {"code": samples}}
+    compared = {"fcsd": compare(both["original"], both["fcsd"])}
+    write_items(both, compared, folder / "items.html")
+    return (folder / "items.html").as_uri()
 
 
 class Reader(HTMLParser):
@@ -332,23 +348,15 @@ def test_in_a_browser_no_answer_runs_and_none_is_lost(
         "address": "javascript:alert(1) http://example.org/x.png", "long": "x" * 100_000, "lines": "\n" * 2000 + "end",
         "empty": "",
     }  # fmt: skip
-    both = {}
-    for name in ("original", "fcsd"):
-        whole, _ = result(name)
-        samples = [
+
+    def samples(name: str) -> list[dict[str, Any]]:
+        return [
             {"doc_id": key, "doc_hash": key, "prompt_hash": key, "score": float(name == "fcsd"), "prompt": text,
              "target": text, "completion": text, "outcome": "wrong", "message": text}
             for key, text in texts.items()
         ]  # fmt: skip
-        row = whole["tasks"]["code"] | {"num_items": len(texts)}
-        both[name] = {
-            "result": whole | {"tasks": {"code": row}},
-            "samples": {"code": samples},
-        }
-    write_items(
-        both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html"
-    )
-    browser.open((tmp_path / "items.html").as_uri())
+
+    browser.open(page_of(tmp_path, samples))
     browser.wait(f"{SHOWN}.length === {len(texts)}")
     shown = browser.value(
         "Object.fromEntries([...document.querySelectorAll('article')].map((e) =>"
@@ -373,23 +381,15 @@ def test_in_a_browser_no_answer_runs_and_none_is_lost(
 def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(
     browser: Chromium, tmp_path: Path
 ) -> None:
-    both = {}
-    for name, right in (("original", 3), ("fcsd", 4)):
-        whole, _ = result(name, limit=120)
-        samples = [
+    def samples(name: str) -> list[dict[str, Any]]:
+        right = {"original": 3, "fcsd": 4}[name]
+        return [
             {"doc_id": i, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": float(i % right == 0),
              "prompt": f"question {i}", "completion": f"{name} {i}"}
             for i in range(120)
         ]  # fmt: skip
-        row = whole["tasks"]["code"] | {"num_items": 120}
-        both[name] = {
-            "result": whole | {"tasks": {"code": row}},
-            "samples": {"code": samples},
-        }
-    write_items(
-        both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html"
-    )
-    browser.open((tmp_path / "items.html").as_uri() + "#kind=all")
+
+    browser.open(page_of(tmp_path, samples, limit=120) + "#kind=all")
     count = "document.getElementById('count').textContent"
     browser.wait(f"{count} === '120 of 120 items, page 1 of 3'")
     assert "Only the first 120 items" in browser.value(
@@ -472,24 +472,15 @@ def test_in_a_browser_the_words_in_which_two_answers_differ_are_marked(
         "twice": ("a b a", "b a b", ["a "], [" b"]),
         "long": ("x " * 3000, "y " * 3000, [], []),  # too long to compare
     }
-    both = {}
-    for place, name in enumerate(("original", "fcsd")):
-        whole, _ = result(name)
-        samples = [
-            {
-                "doc_id": key, "doc_hash": key, "prompt_hash": key, "score": float(place), "completion": texts[place],
-            }
+
+    def samples(name: str) -> list[dict[str, Any]]:
+        place = int(name == "fcsd")
+        return [
+            {"doc_id": key, "doc_hash": key, "prompt_hash": key, "score": float(place), "completion": texts[place]}
             for key, texts in answers.items()
         ]  # fmt: skip
-        row = whole["tasks"]["code"] | {"num_items": len(answers)}
-        both[name] = {
-            "result": whole | {"tasks": {"code": row}},
-            "samples": {"code": samples},
-        }
-    write_items(
-        both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html"
-    )
-    browser.open((tmp_path / "items.html").as_uri())
+
+    browser.open(page_of(tmp_path, samples))
     browser.wait(f"{SHOWN}.length === {len(answers)}")
     marks = browser.value(
         "Object.fromEntries([...document.querySelectorAll('article')].map((e) =>"
