@@ -9,7 +9,6 @@ from scipy import stats
 
 from fcsd.base.stats import (
     holm,
-    interval,
     plain_mean,
     pooled_standard_error,
     standard_error,
@@ -102,43 +101,6 @@ def test_the_paired_error_ignores_what_is_hard_for_both() -> None:
         0.0, 0.0, 1.0, 100.0,
     )  # fmt: skip
     assert row["original_stderr"] > 0
-
-
-@pytest.mark.parametrize(
-    ("gained", "lost"),
-    [(0.002, 0.03), (0.01, 0.05), (0.1, 0.02), (0.0, 0.09), (0.1, 0.15), (0.0, 0.95)],
-)
-def test_the_interval_holds_the_true_difference_as_often_as_it_says(
-    gained: float, lost: float
-) -> None:
-    """Sums over all outcomes of 30 items, each with its probability; the plain interval
-    contains the true difference less often.
-    """
-    count, covered, plain = 30, 0.0, 0.0
-    for up in range(count + 1):
-        for down in range(count + 1 - up):
-            ways = math.comb(count, up) * math.comb(count - up, down)
-            share = (
-                ways
-                * gained**up
-                * lost**down
-                * (1 - gained - lost) ** (count - up - down)
-            )
-            if share < 1e-12:
-                continue
-            differences = [1.0] * up + [-1.0] * down + [0.0] * (count - up - down)
-            limits = interval(differences)
-            assert limits is not None
-            covered += share * (limits[0] <= gained - lost <= limits[1])
-            mean = sum(differences) / count
-            plain += share * (
-                abs(mean - (gained - lost))
-                <= 1.96 * (standard_error(differences) or 0.0)
-            )
-    assert covered > 0.93 and covered > plain
-    assert plain < 0.8 or 0.05 < lost < 0.9 or gained > 0.05, (
-        "what the plain one is worth where little changes"
-    )
 
 
 def test_interval_and_errors_agree_with_a_bootstrap_over_items() -> None:

@@ -109,7 +109,7 @@ def whole(
     [
         ("stage", "the renames"),
         pytest.param("stage", "all", marks=pytest.mark.breadth),
-        ("command", "the last"),
+        pytest.param("command", "the last", marks=pytest.mark.breadth),
         pytest.param("command", "all", marks=pytest.mark.breadth),
     ],
 )

@@ -308,6 +308,7 @@ def test_a_run_continues_at_its_row_and_reads_nothing_before_it(
     assert trained_weights(bench, "whole") == trained_weights(bench, "killed")
 
 
+@pytest.mark.breadth
 def test_a_run_is_gone_on_with_by_another_number_of_ranks(
     bench: Bench, tmp_path: Path
 ) -> None:

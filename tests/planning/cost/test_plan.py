@@ -260,6 +260,7 @@ def test_a_range_contains_its_planned_gain_where_both_ends_lie_on_one_side() -> 
     assert one_sided
 
 
+@pytest.mark.breadth
 def test_published_times_between_tokens_over_planned_ones_are_the_expected_ratio():
     ratios = [
         ms / 1e3 / plan_times(published(name, changes, settings | served))["regular_s"]

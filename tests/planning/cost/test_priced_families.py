@@ -118,6 +118,7 @@ def test_a_layer_of_one_branch_has_one_sum_over_the_ranks(tmp_path: Path) -> Non
     assert layers[0]["mlp"] == 0 and layers[1]["attention b"] == 0
 
 
+@pytest.mark.breadth
 def test_a_plan_says_that_fcsd_does_not_overlap_the_family_and_nothing_else_of_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
