@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.text import markdown
+from fcsd.base.writing import write_json
 from fcsd.model.inspect.shipped import CONFIGS
 from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.operations import LayerWork, ModelWork

@@ -42,8 +42,9 @@ import yaml
 from prepare import source_arguments
 
 from fcsd.base.errors import one_line
-from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.files import read_json
 from fcsd.base.text import markdown, progress_bar
+from fcsd.base.writing import write_json, write_text
 
 HERE = Path(__file__).parent
 KL_TEXTS, KL_TOKENS = 64, 256

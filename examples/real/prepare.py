@@ -48,8 +48,8 @@ from transformers import (
 )
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import new_folder, write_text
 from fcsd.base.text import progress_bar
+from fcsd.base.writing import new_folder, write_text
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.lm_eval.tasks import task_folder
 from fcsd.evaluation.suites import load_suite

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, check_kind, kind_of, refuse
-from fcsd.base.files import release_folders
 from fcsd.base.strict import did_you_mean
+from fcsd.base.writing import release_folders
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.join import join_launch

@@ -32,7 +32,7 @@ from fcsd.api.trainer_inputs import (
 )
 from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import UserError, refuse
-from fcsd.base.files import new_folder
+from fcsd.base.writing import new_folder
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
 from fcsd.parallel.engine import Engine

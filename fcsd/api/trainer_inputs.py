@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fcsd.base.errors import Rule, UserError, kind_of, one_line, refuse, wrong_kind
-from fcsd.base.files import check_folder_place
+from fcsd.base.writing import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.counts import tell_examples

@@ -29,21 +29,16 @@ from typing import Any, Literal
 
 from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.files import (
-    check_folder_place,
-    file_fingerprint,
-    files_below,
-    is_empty,
-    read_json,
-    write_json,
-)
-from fcsd.base.fingerprints import (
     check_seal,
     checkpoint_files,
     content_fingerprint,
+    file_fingerprint,
+    read_json,
     read_sealed,
     sealed,
 )
 from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import check_folder_place, files_below, is_empty, write_json
 
 SCHEMA_VERSION = 8
 # Former versions. 1: early stopping's task was written flat into its section; 2:

@@ -1,45 +1,40 @@
-"""Read, write and hash files, so that nothing half-written stays under a final name,
-and find the data that ships with fcsd.
+"""Read and hash files: JSON, YAML, headers of safetensors, and files sealed with a hash
+of their content; identify the files beside a checkpoint's weights.
+
+Identity is everything that affects the outputs: the fields of the config that change a
+number, the generation defaults and the files of tokenizer and processor; neither the
+path nor the version of transformers that wrote the checkpoint.
+
+Not covered: code that a checkpoint brings, unless the caller asks for it; writing
+(`fcsd.base.writing`), weights (`fcsd.base.weights`).
 """
 
+from __future__ import annotations
+
 import codecs
-import contextlib
-import errno
-import fcntl
+import copy
+import functools
 import hashlib
 import json
 import math
-import os
 import re
-import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from safetensors import SafetensorError
+import yaml
 
-from fcsd.base.errors import SCHEME, Rule, UserError, one_line, refuse
-from fcsd.base.temporary import beside, file_beside, replace_folder
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.writing import write_json
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 _FLOAT = "__float__"
 # The hint on a damaged file that fcsd itself wrote.
 _OURS = "remove the folder to run its stage again"
-# Files that no user put into a folder: those of macOS, Windows, desktops and network
-# disks, and the temporary files of a killed process.
-_NOISE = re.compile(
-    r"\.DS_Store|\._.*|\.localized|\.Spotlight-V100|\.Trashes|\.fseventsd|\.TemporaryItems|\.AppleDouble|\.apdisk"
-    r"|Thumbs\.db|ehthumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information"
-    r"|lost\+found|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+|\.snapshots?|\.Trash-\d+|\.directory|@eaDir"
-    r"|\..+\.(tmp|old)",
-    re.IGNORECASE,
-)
-_CANNOT_WRITE = {
-    errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
-    errno.EISDIR,
-}  # fmt: skip
-# safetensors and torch.save report a failed write in words only.
-_CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
 
 
 def read_text(path: Path, expected: str = "a text file", hint: str = "") -> str:
@@ -231,367 +226,6 @@ def parse_json(text: str | bytes) -> Any:
     raise ValueError(f"nested deeper than {DEEPEST} levels")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename it: readers see either the old
-    file or the complete new one.
-    """
-    write_text(
-        path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text under a temporary name, then rename it."""
-    with writing(path), file_beside(path) as temporary:
-        # A path that is not UTF-8 has lone surrogates; backslashreplace writes them as
-        # `\\udc80`, which is also their escape in JSON.
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(temporary, path)
-
-
-def is_noise(name: str) -> bool:
-    """Tell whether no user put the file of this name there: a system's file, or a
-    temporary file of a killed process.
-    """
-    return _NOISE.fullmatch(name) is not None
-
-
-def is_empty(folder: Path) -> bool:
-    """Tell whether a folder holds nothing, or nothing but noise (`is_noise`)."""
-    return all(is_noise(path.name) for path in folder.iterdir())
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its folders, without noise (`is_noise`)."""
-    for directory, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not is_noise(name)]
-        paths = (Path(directory, name) for name in names if not is_noise(name))
-        yield from (path for path in paths if path.is_file())
-
-
-def home(path: str | Path) -> Path:
-    """Return a path with `~` and `~user` replaced by the home folder; an unknown user's
-    stays as it is, where `Path.expanduser` would raise.
-    """
-    return Path(os.path.expanduser(path))
-
-
-def is_address(text: str) -> bool:
-    """Tell whether a text begins like an address, also as a path writes it:
-    `s3://bucket`, `https:/host`.
-    """
-    return re.match(SCHEME, text, re.IGNORECASE) is not None
-
-
-def _bytes_of_names(path: Path) -> list[bytes] | None:
-    """Return the names in a path; None where one holds an incomplete character."""
-    try:
-        return [os.fsencode(part) for part in path.parts]
-    except UnicodeEncodeError:
-        return None
-
-
-def _too_long(path: Path) -> tuple[str, int, int] | None:
-    """Return the beginning of a name that is too long, its bytes and their limit."""
-    *folders, last = _bytes_of_names(path) or [b""]
-    # Results are written under a longer temporary name, so the last name must be
-    # shorter.
-    limits = [(name, _LONGEST_NAME) for name in folders]
-    for name, limit in [*limits, (last, _LONGEST_NAME - _TEMPORARY_PART)]:
-        if len(name) > limit:
-            return f"{os.fsdecode(name[:30])}…", len(name), limit
-    return None
-
-
-def check_path(path: Path) -> None:
-    """Refuse an impossible path of a result before the work that produces it.
-
-    Raises:
-        UserError: it is an address; a name in it is too long (the last one must leave
-            room for a temporary name), or holds a NUL or an incomplete character.
-    """
-    if is_address(str(path)):
-        raise UserError(f"{path}: is an address; give a path of this machine")
-    if _bytes_of_names(path) is None:
-        raise UserError(
-            f"{str(path)!r}: holds an incomplete character; choose another name"
-        )
-    if "\0" in str(path):
-        raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
-    if (too_long := _too_long(path)) is not None:
-        raise UserError(
-            "the name {} has {} bytes, but at most {} are possible; choose a shorter"
-            " one".format(*too_long)
-        )
-
-
-_LONGEST_NAME = 255  # bytes, of a Linux file system
-# Bytes that `fcsd.base.temporary` and suffixes such as `.partial` add to a name.
-_TEMPORARY_PART = 55
-
-
-def inside(folder: Path, name: str) -> Path:
-    """Return the path of a name below a folder; raises UserError where the name is
-    invalid or leads out of the folder.
-    """
-    path = folder / name
-    check_path(path)
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(
-            f"{name!r}: leads out of the folder {folder}; name a file in it"
-        )
-    return path
-
-
-_FILES: tuple[Rule, ...] = (
-    (lambda path, _: path.is_dir(), "{0}: is a folder; name the file to write"),
-    (
-        lambda _, parent: not parent.is_dir(),
-        "{0}: is in a folder that does not exist; name the file to write",
-    ),
-    (
-        lambda _, parent: _why_not_writable(parent),
-        lambda path, parent: (
-            f"{path}: its folder is not writable ({_why_not_writable(parent)}); name"
-            " another place"
-        ),
-    ),
-)
-"""Of the path of a new file, and its folder."""
-
-
-def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
-    """Refuse a path at which no result file can be written, before the work that
-    produces it.
-
-    read: a reader of the file's format, which refuses any other: fcsd never replaces a
-    file that it did not write.
-
-    Raises:
-        UserError: the path is a folder or another kind of file; its parent does not
-            exist or may not be written.
-    """
-    check_path(path)
-    refuse(*_FILES, of=(path, path.absolute().parent))
-    if path.exists():
-        try:
-            # Only a file of the same kind may be replaced.
-            read(path)
-        except UserError:
-            raise UserError(
-                f"{path}: exists and is another kind of file; name another file, or"
-                " remove it"
-            ) from None
-
-
-def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") -> None:
-    """Refuse a path at which no result folder can be made, before the work that
-    produces it.
-
-    mark: a file that every such folder of fcsd contains; a folder that holds something
-    else but not this file is a stranger's, and is refused. None: the caller has checked
-    the folder. kind: what such a folder is called in errors.
-
-    Raises:
-        UserError: the path or one above it is a file; a folder above may not be
-            written; the folder is a stranger's.
-    """
-    check_path(folder)
-    _check_place(folder, mark, kind)
-
-
-def _check_place(folder: Path, mark: str | None, kind: str) -> None:
-    """Refuse what `check_folder_place` refuses of a possible path."""
-    # The folder itself or its nearest existing ancestor; lexists also finds a broken
-    # link.
-    above = next(
-        part for part in (folder, *folder.absolute().parents) if os.path.lexists(part)
-    )
-    if mark is not None and _is_foreign(folder, mark):
-        raise UserError(f"{folder}: exists and holds no {kind}; choose another folder")
-    if not above.is_dir():
-        raise UserError(
-            f"{folder}: cannot be created, because {above} is not a folder; choose"
-            " another output folder"
-        )
-    if above != folder and (reason := _why_not_writable(above)):
-        raise UserError(
-            f"{folder}: cannot be created, because {above} is not writable ({reason});"
-            " choose another output folder"
-        )
-
-
-def _is_foreign(folder: Path, mark: str) -> bool:
-    """Tell whether a folder holds something, but not the file of this name."""
-    if not folder.is_dir():
-        return folder.is_file()
-    return not is_empty(folder) and not (folder / mark).exists()
-
-
-def _why_not_writable(folder: Path) -> str:
-    """Return why nothing can be made in a folder; "" where it can.
-
-    It makes a temporary folder: permission bits do not tell of quotas or read-only
-    mounts.
-    """
-    try:
-        with beside(folder / "fcsd"):
-            return ""
-    except OSError as error:
-        return error.strerror or type(error).__name__
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; raises UserError as `check_folder_place` does,
-    and for a full disk.
-    """
-    check_folder_place(folder)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-
-
-@contextlib.contextmanager
-def new_folder(
-    path: Path, mark: str | None = None, kind: str = "", *, replaces: bool = True
-) -> Iterator[Path]:
-    """Make a temporary sibling of `path` to write into; it becomes `path` when the
-    block ends without an error, else it is removed.
-
-    An existing `path` is replaced only at the end; if it is a link, the folder that it
-    points to is replaced. mark, kind: as for `check_folder_place`. replaces: False
-    refuses an existing `path` unless it is an empty folder, even one that another
-    process makes in the meantime.
-
-    Raises:
-        UserError: the path has no name, the disk is full, or `check_folder_place`
-            refuses the path.
-    """
-    check_path(path)
-    if not path.name:  # '', '.' or '/'
-        raise UserError(f"{str(path)!r}: is not the name of a new folder; choose one")
-    # Renaming onto a link would replace the link, not the folder that it points to.
-    if replaces and path.is_symlink():
-        path = path.resolve()
-    with writing(path):
-        if not replaces and (
-            path.is_symlink() or (path.exists() and not path.is_dir())
-        ):
-            raise UserError(
-                f"{path}: exists and is not a folder; choose another destination"
-            )
-        if not replaces and path.is_dir() and not is_empty(path):
-            raise UserError(
-                f"{path}: exists and is not empty; choose another destination or remove"
-                " it first"
-            )
-        _check_place(path, mark, kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside(path) as temporary:
-            yield temporary
-            if replaces:
-                replace_folder(temporary, path)
-            else:
-                _take_place(temporary, path)
-
-
-def _take_place(temporary: Path, path: Path) -> None:
-    """Rename a folder to a name that is free, or that of an empty folder; the system
-    does so in one step, and fails where another process was faster.
-    """
-    try:
-        if path.is_dir() and is_empty(path):
-            # rename replaces a folder only if it is truly empty.
-            for noise in path.iterdir():
-                noise.unlink() if not noise.is_dir() else shutil.rmtree(noise)
-        os.rename(temporary, path)
-    except OSError as error:
-        # These three mean that something is at the path by now; any other error is a
-        # real one.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise UserError(
-            f"{path}: another process has created it in the meantime; choose another"
-            " destination"
-        ) from None
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the libraries' errors about a file that cannot be written (full disk, no
-    permission) into a UserError of one line.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, OSError):
-            expected = error.errno in _CANNOT_WRITE
-        else:
-            # safetensors and torch.save give no errno, only words.
-            expected = any(words in str(error) for words in _CANNOT_WRITE_WORDS)
-        if not expected:
-            raise
-        if isinstance(error, IsADirectoryError):
-            raise UserError(
-                f"{path}: is a folder, where fcsd writes a file; remove it, and run the"
-                " command again"
-            ) from error
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(
-            f"{path}: could not be written ({reason}); fcsd removed the incomplete"
-            " file: free some space and run the command again"
-        ) from error
-
-
-# Folders that this process works in -> the descriptor that holds the lock.
-_HELD: dict[Path, int] = {}
-
-
-def hold_folder(folder: Path) -> None:
-    """Keep other processes out of `folder` until this one ends or calls
-    `release_folder`.
-
-    The lock is on the folder itself, so no lock file remains; the system releases it
-    when the process ends, even if it is killed. File systems without locks (some
-    network ones) give no protection.
-
-    Raises:
-        UserError: another process holds the folder.
-    """
-    folder = folder.resolve()
-    if folder in _HELD:
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(
-            f"{folder}: another process is using this folder; wait for it, end it, or"
-            " choose another folder"
-        ) from None
-    except OSError:
-        # a file system without locks
-        os.close(descriptor)
-        return
-    _HELD[folder] = descriptor
-
-
-def release_folder(folder: Path) -> None:
-    """Release a folder that `hold_folder` holds; do nothing for any other."""
-    if (descriptor := _HELD.pop(folder.resolve(), None)) is not None:
-        os.close(descriptor)
-
-
-def release_folders() -> None:
-    """Release all folders that this process holds, at the end of its command."""
-    for folder in list(_HELD):
-        release_folder(folder)
-
-
-# A worker that outlives its killed parent must not keep the lock.
-os.register_at_fork(after_in_child=release_folders)
-
-
 def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return the tensors in the header of a safetensors file, and the offset of their
     data.
@@ -676,3 +310,360 @@ def data_dir(name: str) -> Path:
     """
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
+    "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+"""Patterns of the files that a tokenizer or processor is read from."""
+
+NOT_COMPUTED = frozenset({
+    "_name_or_path", "_commit_hash", "_from_model_config", "_attn_implementation_autoset", "architectures", "auto_map",
+    "transformers_version", "use_cache", "output_hidden_states", "output_attentions", "return_dict", "id2label",
+    "label2id", "chunk_size_feed_forward", "problem_type", "tokenizer_class",
+})  # fmt: skip
+"""Fields of a config that change no number."""
+_NOT_ENCODED = {
+    "name_or_path",
+    "transformers_version",
+    "tokenizer_file",
+    "special_tokens_map_file",
+}
+_SEAL = "sha256"
+_BY_FIELDS = ("config.json", "generation_config.json")
+
+
+def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
+    """Return the identity of the files beside a checkpoint's weights, by file name.
+
+    `config.json` and `generation_config.json` are represented by their fields, so that
+    a difference can be named; every other file by its hash. code: include the Python
+    files, too.
+    """
+    files = [folder / name for name in _BY_FIELDS if (folder / name).is_file()]
+    files += _files_of_tokenizer(folder)
+    files += sorted(folder.glob("*.py")) if code else []
+    return _identities(folder, files)
+
+
+def tokenizer_files(folder: Path) -> dict[str, str]:
+    """Return the hashes of the files that a tokenizer or processor is read from, by
+    their names.
+    """
+    return _identities(folder, _files_of_tokenizer(folder))
+
+
+def _files_of_tokenizer(folder: Path) -> list[Path]:
+    # A set, because a file may match several patterns.
+    return sorted(
+        {
+            file
+            for pattern in TOKENIZER_FILES
+            for file in folder.glob(pattern)
+            if file.is_file()
+        }
+    )
+
+
+def _identities(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """Return the identity of each file, by its name in the folder; each is read once in
+    a process unless it changes.
+    """
+    states = [(file, file_state(file)) for file in files]
+    return {
+        str(file.relative_to(folder)): copy.deepcopy(_identity(file, state))
+        for file, state in states
+    }
+
+
+@functools.cache
+def _identity(file: Path, state: tuple[int, ...]) -> Any:
+    return _fields(file) if file.name in _BY_FIELDS else _encoding_fingerprint(file)
+
+
+def _fields(file: Path) -> Any:
+    try:
+        # Infinite numbers are brought to one spelling.
+        return _computed_fields(encoded_floats(parse_json(file.read_bytes())))
+    except ValueError:  # not JSON: loading the model gives the error
+        return file_fingerprint(file)
+
+
+def _computed_fields(value: Any) -> Any:
+    """Return only the fields of a config that change a number, at every depth; dtypes
+    are brought to one spelling.
+    """
+    if isinstance(value, list):
+        return [_computed_fields(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {
+        key: _computed_fields(item)
+        for key, item in value.items()
+        if key not in NOT_COMPUTED
+    }
+    dtype = fields.pop("torch_dtype", None)  # as transformers 4 wrote it
+    # Where a config has both, the newer key holds.
+    dtype = fields.pop("dtype", None) or dtype
+    if dtype is None:
+        return fields
+    return fields | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _encoding_fingerprint(file: Path) -> str:
+    """Hash a file of a tokenizer; tokenizer_config.json without the settings that only
+    record where it came from.
+    """
+    if file.name != "tokenizer_config.json":
+        return file_fingerprint(file)
+    try:
+        settings = parse_json(file.read_bytes())
+    except ValueError:
+        return file_fingerprint(file)
+    if isinstance(settings, dict):
+        settings = {
+            key: value for key, value in settings.items() if key not in _NOT_ENCODED
+        }
+    return content_fingerprint(settings)
+
+
+def content_fingerprint(value: Any) -> str:
+    """Hash a JSON value independently of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(value: dict[str, Any], owner: Any = None) -> dict[str, Any]:
+    """Return a JSON object with an added hash of its content, which `check_seal`
+    checks.
+
+    owner: what the object belongs to, JSON-able and not part of the object; another
+    owner's object does not pass the check.
+    """
+    return {_SEAL: _seal(value, owner), **value}
+
+
+def _seal(value: dict[str, Any], owner: Any) -> str:
+    return content_fingerprint(value if owner is None else [owner, value])
+
+
+def write_sealed(path: Path, value: dict[str, Any], owner: Any = None) -> None:
+    """Write a JSON object with its seal (`sealed`)."""
+    write_json(path, sealed(value, owner))
+
+
+def read_sealed(path: Path, hint: str, owner: Any = None) -> dict[str, Any]:
+    """Read an object that `write_sealed` wrote, without its hash. hint: what to do
+    where the file is damaged. owner: as of `sealed`.
+
+    Raises:
+        UserError: as `read_json`; the content has no hash, or does not match it.
+    """
+    value = read_json(path, hint, keys=())
+    if _SEAL not in value:
+        raise UserError(f"{path}: lacks the hash that fcsd writes into it; {hint}")
+    check_seal(path, value, hint, owner)
+    return {key: item for key, item in value.items() if key != _SEAL}
+
+
+def read_editable(path: Path, writer: str, keys: Collection[str]) -> dict[str, Any]:
+    """Read an object that `write_sealed` wrote for users to read and edit, without its
+    hash. One without a hash was written or edited by a user, and passes.
+
+    writer: the command that writes such files, for errors. keys: as of `read_json`.
+
+    Raises:
+        UserError: as `read_json`; the content does not match the hash.
+    """
+    value: dict[str, Any] = read_json(path, f"`{writer}` writes one", keys)
+    hint = f"`{writer}` writes it again; if you edited it, remove its line {_SEAL}"
+    check_seal(path, value, hint)
+    return {key: item for key, item in value.items() if key != _SEAL}
+
+
+def arrays_fingerprint(
+    arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> str:
+    """Hash named arrays, and a JSON record that belongs to them."""
+    digest = hashlib.sha256(json.dumps(record).encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def check_seal(path: Path, value: Any, hint: str, owner: Any = None) -> None:
+    """Raise UserError where an object read from `path` has a hash that its content does
+    not match. Objects without a hash pass. owner: as of `sealed`.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get(_SEAL), str):
+        return
+    content = {key: item for key, item in value.items() if key != _SEAL}
+    if _seal(content, owner) != value[_SEAL]:
+        raise UserError(
+            f"{path}: is damaged: its content differs from what was written; {hint}"
+        )
+
+
+def implicit_values(*kinds: str) -> Any:
+    """Return the rules by which a loader of PyYAML reads plain values of these kinds;
+    all others are texts, as they are written.
+    """
+    rules: dict[str, list[Any]] = {}
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        rules[first] = [pair for pair in pairs if pair[0].rpartition(":")[2] in kinds]
+    return rules
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that reads plain values as YAML 1.2 does, and refuses a key given
+    twice.
+
+    PyYAML knows YAML 1.1, where `no` (Norwegian) and `on` are booleans, `2026-05-01` is
+    a date, `0123` is octal, `1:30` is 90, and `2e-5` is a text. A boolean may still be
+    written `yes` or `no`: pydantic reads these texts.
+    """
+
+    yaml_implicit_resolvers = implicit_values("float", "null", "merge", "value")
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        # An alias is a value of its own: `--set` of one key may not change another.
+        self.constructed_objects.pop(node, None)
+        return super().construct_object(node, deep)
+
+
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
+    text = str(loader.construct_scalar(node))
+    number = float(text)
+    return number if math.isfinite(number) else text
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool",
+    re.compile(r"^(true|True|TRUE|false|False|FALSE)$"),
+    list("tTfF"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:fcsd,2026:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+_Loader.add_constructor("tag:fcsd,2026:float", _float)
+
+
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) <= _MOST_DIGITS:
+        number = loader.construct_yaml_int(node)
+    else:
+        number = 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise yaml.constructor.ConstructorError(
+            None, None, "an integer of more than 64 bits", node.start_mark
+        )
+    return int(number)
+
+
+# Enough for 64 bits in any base, with underscores; longer texts are not converted.
+_MOST_DIGITS = 100
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys: dict[Any, Any] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in keys:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key!r} is given twice", key_node.start_mark
+            )
+        keys[key] = None
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
+
+    So is a document that is nested too deeply, or whose aliases (`*name`) expand to too
+    many values, on which any later traversal would not end.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _expanded_size(node, {}, 0)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        position = f"{where}, line {mark.line + 1}" if mark else where
+        raise UserError(
+            f"{position}: not valid YAML:"
+            f" {getattr(error, 'problem', None) or one_line(error)}"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
+    # A value that does not fit its tag: PyYAML's constructors raise errors of all
+    # kinds.
+    except Exception as error:
+        raise UserError(
+            f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
+        ) from None
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MOST_REPEATED = 100_000
+_TOO_DEEP = f"nested deeper than {DEEPEST} levels"
+
+
+def _expanded_size(
+    node: yaml.Node, sizes_by_id: dict[int, tuple[int, int] | None], depth: int
+) -> tuple[int, int]:
+    """Return the number of values and of levels that a node expands to, where an alias
+    counts with all that it repeats.
+
+    sizes_by_id: results of the nodes visited so far, by `id`; None for the ancestors of
+    this node. depth: of the node.
+    """
+
+    def refuse(problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    # An alias is the very node that its anchor names, so a node may come up again.
+    if id(node) in sizes_by_id:
+        if (node_size := sizes_by_id[id(node)]) is None:
+            refuse("an alias holds itself")
+    else:
+        sizes_by_id[id(node)] = None
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+            refuse(f"{node.value!r} holds an incomplete character")
+        sizes = [_expanded_size(child, sizes_by_id, depth + 1) for child in children]
+        node_size = (
+            1 + sum(size for size, _ in sizes),
+            1 + max((levels for _, levels in sizes), default=0),
+        )
+        sizes_by_id[id(node)] = node_size
+    if depth + node_size[1] > DEEPEST:
+        refuse(_TOO_DEEP)
+    # Checked at every node, so that nested aliases are refused before they multiply
+    # further.
+    if node_size[0] > len(sizes_by_id) + _MOST_REPEATED:
+        refuse(f"aliases stand for more than {_MOST_REPEATED} values")
+    return node_size
+
+
+def read_yaml(path: Path) -> Any:
+    """Parse the YAML file at `path`."""
+    return parse_yaml(read_text(path, "a YAML file"), str(path))

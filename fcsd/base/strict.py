@@ -1,16 +1,18 @@
-"""Strict YAML documents: unknown keys are errors with a suggestion, and messages name
-the file and the key.
+"""Strict records: unknown keys are errors with a suggestion, and messages name the file
+and the key; also unions of records that one key tells apart (an objective, a teacher, a
+suite's task).
 
 Recipes and suites are both read through this module, so that their errors read alike.
+
+Not covered: unions that are tried one after another (`int | Literal["auto"]`).
 """
 
 import difflib
 import functools
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType, UnionType
 from typing import (
     Annotated,
@@ -24,27 +26,27 @@ from typing import (
     get_origin,
 )
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     TypeAdapter,
     ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fcsd.base.errors import (
     CREDENTIALS,
     Rule,
     UserError,
     broken,
-    one_line,
     places_of_credentials,
 )
-from fcsd.base.files import DEEPEST, check_path, home, read_text
+from fcsd.base.writing import check_path, home
 
 
 class Strict(BaseModel):
@@ -299,168 +301,6 @@ _TYPES = {
 }
 
 
-def implicit_values(*kinds: str) -> Any:
-    """Return the rules by which a loader of PyYAML reads plain values of these kinds;
-    all others are texts, as they are written.
-    """
-    rules: dict[str, list[Any]] = {}
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items():
-        rules[first] = [pair for pair in pairs if pair[0].rpartition(":")[2] in kinds]
-    return rules
-
-
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads plain values as YAML 1.2 does, and refuses a key given
-    twice.
-
-    PyYAML knows YAML 1.1, where `no` (Norwegian) and `on` are booleans, `2026-05-01` is
-    a date, `0123` is octal, `1:30` is 90, and `2e-5` is a text. A boolean may still be
-    written `yes` or `no`: pydantic reads these texts.
-    """
-
-    yaml_implicit_resolvers = implicit_values("float", "null", "merge", "value")
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        # An alias is a value of its own: `--set` of one key may not change another.
-        self.constructed_objects.pop(node, None)
-        return super().construct_object(node, deep)
-
-
-def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
-    text = str(loader.construct_scalar(node))
-    number = float(text)
-    return number if math.isfinite(number) else text
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool",
-    re.compile(r"^(true|True|TRUE|false|False|FALSE)$"),
-    list("tTfF"),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
-    list("-+0123456789"),
-)
-_Loader.add_implicit_resolver(
-    "tag:fcsd,2026:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-_Loader.add_constructor("tag:fcsd,2026:float", _float)
-
-
-def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    if len(node.value) <= _MOST_DIGITS:
-        number = loader.construct_yaml_int(node)
-    else:
-        number = 1 << 63
-    if not -(1 << 63) <= number < 1 << 63:
-        raise yaml.constructor.ConstructorError(
-            None, None, "an integer of more than 64 bits", node.start_mark
-        )
-    return int(number)
-
-
-# Enough for 64 bits in any base, with underscores; longer texts are not converted.
-_MOST_DIGITS = 100
-_Loader.add_constructor("tag:yaml.org,2002:int", _int)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys: dict[Any, Any] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if key in keys:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {key!r} is given twice", key_node.start_mark
-            )
-        keys[key] = None
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
-
-    So is a document that is nested too deeply, or whose aliases (`*name`) expand to too
-    many values, on which any later traversal would not end.
-    """
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _expanded_size(node, {}, 0)
-        return loader.construct_document(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        position = f"{where}, line {mark.line + 1}" if mark else where
-        raise UserError(
-            f"{position}: not valid YAML:"
-            f" {getattr(error, 'problem', None) or one_line(error)}"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
-    # A value that does not fit its tag: PyYAML's constructors raise errors of all
-    # kinds.
-    except Exception as error:
-        raise UserError(
-            f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
-        ) from None
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_MOST_REPEATED = 100_000
-_TOO_DEEP = f"nested deeper than {DEEPEST} levels"
-
-
-def _expanded_size(
-    node: yaml.Node, sizes_by_id: dict[int, tuple[int, int] | None], depth: int
-) -> tuple[int, int]:
-    """Return the number of values and of levels that a node expands to, where an alias
-    counts with all that it repeats.
-
-    sizes_by_id: results of the nodes visited so far, by `id`; None for the ancestors of
-    this node. depth: of the node.
-    """
-
-    def refuse(problem: str) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-    # An alias is the very node that its anchor names, so a node may come up again.
-    if id(node) in sizes_by_id:
-        if (node_size := sizes_by_id[id(node)]) is None:
-            refuse("an alias holds itself")
-    else:
-        sizes_by_id[id(node)] = None
-        children = [] if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            children = [child for pair in children for child in pair]
-        elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
-            refuse(f"{node.value!r} holds an incomplete character")
-        sizes = [_expanded_size(child, sizes_by_id, depth + 1) for child in children]
-        node_size = (
-            1 + sum(size for size, _ in sizes),
-            1 + max((levels for _, levels in sizes), default=0),
-        )
-        sizes_by_id[id(node)] = node_size
-    if depth + node_size[1] > DEEPEST:
-        refuse(_TOO_DEEP)
-    # Checked at every node, so that nested aliases are refused before they multiply
-    # further.
-    if node_size[0] > len(sizes_by_id) + _MOST_REPEATED:
-        refuse(f"aliases stand for more than {_MOST_REPEATED} values")
-    return node_size
-
-
-def read_yaml(path: Path) -> Any:
-    """Parse the YAML file at `path`."""
-    return parse_yaml(read_text(path, "a YAML file"), str(path))
-
-
 def validate(kind: type[Document], value: Any, where: str) -> Document:
     """Build a `kind` (a class, or a union of classes) from plain data, without
     credentials, which would stand in the record of a run.
@@ -623,3 +463,185 @@ def did_you_mean(word: str, allowed: list[str]) -> str:
     if near:
         return f"; did you mean '{near[0]}'?"
     return f"; allowed: {', '.join(sorted(allowed))}" if allowed else ""
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """The metadata of a union of records in `Annotated`, which selects the record that
+    a mapping is read as.
+
+    key: the key that decides. members: its values -> records. default: the value of a
+    mapping without the key; None: the key is required. else_default: any other value
+    selects the default, too. name: the key's name in messages; "": messages show the
+    value alone. advice: what to write instead of another value of the key.
+    """
+
+    key: str
+    members: dict[str, type[Strict]]
+    default: str | None = None
+    else_default: bool = False
+    name: str | None = None
+    advice: str = ""
+
+    def tag(self, value: dict[str, Any]) -> str | None:
+        """Return the value of the key, or the default that replaces it; None for a
+        value that is not allowed.
+        """
+        tag = value.get(self.key, self.default)
+        if isinstance(tag, str) and tag in self.members:
+            return tag
+        return self.default if self.else_default else None
+
+    def member(self, value: Any) -> type[Strict] | None:
+        """Return the record that a plain value is read as; None unless it is a mapping
+        with an allowed value of the key.
+        """
+        if isinstance(value, dict):
+            return self.members.get(self.tag(value) or "")
+        return None
+
+    def __get_pydantic_core_schema__(
+        self, union: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        # Read before pydantic's own union, which would list the errors of every member.
+        return core_schema.no_info_before_validator_function(self._read, handler(union))
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, tuple(self.members.values())):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticCustomError(
+                "mapping", "a mapping of keys to values is needed"
+            )
+        kind, tag = self.member(value), self.tag(value)
+        if kind is None:
+            *most, last = map(repr, self.members)
+            allowed = f"{', '.join(most)} or {last}"
+            if self.key in value:
+                refuse_keys(
+                    {self.key: f"Input should be {allowed}, got {value[self.key]!r}"}
+                )
+            refuse_keys({self.key: f"is required: {allowed}"})
+        if tag != value.get(self.key, tag) and self.key not in kind.model_fields:
+            # Alone, because what the default requires need not be meant.
+            names = " or ".join(repr(name) for name in self.members if name != tag)
+            refuse_keys(
+                {self.key: f"must be {names}, got {value[self.key]!r}{self.advice}"}
+            )
+        # A record that keeps the key gets it even where the default decided.
+        if self.key in kind.model_fields:
+            value = {self.key: tag} | value
+        if not kind.has_keys_of(value):
+            name = self.key if self.name is None else self.name
+            which = f"{name} {tag!r}" if name else str(tag)
+            # Where all members require a key, its message need not say for which.
+            some = self._needed_by_some() if name else ()
+            needs = dict.fromkeys(some, f" for {which}")
+            kind.check_keys(value, self._foreign(kind, which), needs)
+        return kind.model_validate(value)
+
+    def _foreign(self, kind: type[Strict], which: str) -> dict[str, str]:
+        """Return the message for each key that other members have and `kind` lacks."""
+        tags = {}
+        for member in self.members.values():
+            for key in member.model_fields.keys() - kind.model_fields.keys():
+                tags[key] = [
+                    tag
+                    for tag, owner in self.members.items()
+                    if key in owner.model_fields
+                ]
+        return {
+            key: f"no meaning for {which}, only for {', '.join(owners)}"
+            for key, owners in tags.items()
+        }
+
+    def _needed_by_some(self) -> set[str]:
+        """Return the keys that not every member requires."""
+        members = self.members.values()
+        return {
+            key
+            for member in members
+            for key in member.model_fields
+            if not all(candidate.requires(key) for candidate in members)
+        }
+
+
+def one_of(
+    key: str, *kinds: type[Strict], default: str | None = None, name: str | None = None
+) -> OneOf:
+    """Choose among records by a key that is a `Literal` in each of them."""
+    tags = {
+        tag: kind
+        for kind in kinds
+        for tag in get_args(kind.model_fields[key].annotation)
+    }
+    return OneOf(key, tags, default, name=name)
+
+
+def choice_of(annotation: Any) -> OneOf | None:
+    """Return the `OneOf` of an annotation or a field, optional ones included; None
+    where there is none.
+    """
+    metadata: list[Any] = []
+    if isinstance(annotation, FieldInfo):
+        annotation, metadata = annotation.annotation, annotation.metadata
+    elif get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+    for item in metadata:
+        if isinstance(item, OneOf):
+            return item
+    # `Annotated[A | B, OneOf(…)] | None` holds it one level further down.
+    if get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            if choice := choice_of(member):
+                return choice
+    return None
+
+
+def drop_foreign_keys(
+    annotation: Any, raw: Any, changes: Collection[str], prefix: str = ""
+) -> None:
+    """Remove from plain values, in place, the keys that the selected record of a union
+    does not have. Dotted keys in `changes`, and keys below or above them, stay.
+    """
+    choice = choice_of(annotation)
+    if choice is not None:
+        kind = choice.member(raw)
+        if choice.else_default and isinstance(raw, dict) and kind is not None:
+            # Keys that only the default has choose it, too.
+            default = choice.members[choice.default or ""]
+            changed = {
+                name.removeprefix(prefix).partition(".")[0]
+                for name in changes
+                if name.startswith(prefix)
+            }
+            only_default = default.model_fields.keys() - kind.model_fields.keys()
+            if choice.key not in changed and changed & only_default:
+                del raw[choice.key]
+                kind = default
+    else:
+        if isinstance(annotation, FieldInfo):
+            annotation = annotation.annotation
+        kinds = [
+            member
+            for member in (annotation, *get_args(annotation))
+            if isinstance(member, type) and issubclass(member, Strict)
+        ]
+        kind = kinds[0] if kinds else None
+    if kind is None or not isinstance(raw, dict):
+        return
+    for key in list(raw):
+        dotted = f"{prefix}{key}"
+        if key in kind.model_fields:
+            drop_foreign_keys(kind.model_fields[key], raw[key], changes, f"{dotted}.")
+        elif choice is not None and any(
+            key in member.model_fields for member in choice.members.values()
+        ):
+            # A key that a user changed on purpose stays, so that it is refused by name.
+            is_changed = any(
+                f"{name}.".startswith(f"{dotted}.")
+                or f"{dotted}.".startswith(f"{name}.")
+                for name in changes
+            )
+            if not is_changed:
+                del raw[key]

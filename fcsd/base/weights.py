@@ -19,12 +19,12 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_regular,
     file_state,
-    is_noise,
     read_json,
     read_unmarked_json,
     safetensors_head,
     safetensors_header,
 )
+from fcsd.base.writing import is_noise
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import Rule, UserError, refuse
-from fcsd.base.files import check_file_place
+from fcsd.base.writing import check_file_place
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,

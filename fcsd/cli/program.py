@@ -22,8 +22,7 @@ from fcsd.base.errors import (
     is_out_of_memory,
     without_credentials,
 )
-from fcsd.base.files import home, is_address, release_folders
-from fcsd.base.temporary import sweep_scratch
+from fcsd.base.writing import home, is_address, release_folders, sweep_scratch
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fcsd.base.errors import Rule, UserError, refuse
-from fcsd.base.files import data_dir, new_folder
+from fcsd.base.files import data_dir
 from fcsd.base.terminal import show
+from fcsd.base.writing import new_folder
 from fcsd.cli.options import (
     SEVERAL,
     Command,

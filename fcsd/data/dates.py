@@ -15,8 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.files import read_json
-from fcsd.base.fingerprints import check_seal, write_sealed
+from fcsd.base.files import check_seal, read_json, write_sealed
 
 TEMPLATE_DATE = datetime(2025, 1, 1)
 BEGAN = datetime.now()

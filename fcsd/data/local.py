@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_regular, file_fingerprint, home
-from fcsd.base.temporary import scratch_folder
+from fcsd.base.files import check_regular, file_fingerprint
+from fcsd.base.writing import home, scratch_folder
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """Ending of a data file -> its format in `datasets`."""

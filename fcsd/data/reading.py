@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import home
+from fcsd.base.writing import home
 from fcsd.data.sources import Opened, broken_line, columns_of
 from fcsd.data.values import Change
 

@@ -34,10 +34,11 @@ import numpy as np
 import torch
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.helper import obey_only_parent
 from fcsd.base.memory import check_shared_memory
 from fcsd.base.text import progress_bar
+from fcsd.base.writing import write_json
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import row_of
 from fcsd.data.counts import ExampleCounts, no_rows

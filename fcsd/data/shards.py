@@ -24,9 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import check_regular, file_state, writing
-from fcsd.base.fingerprints import arrays_fingerprint
-from fcsd.base.temporary import file_beside
+from fcsd.base.files import arrays_fingerprint, check_regular, file_state
+from fcsd.base.writing import file_beside, writing
 from fcsd.data.counts import ExampleCounts
 from fcsd.data.dates import BEGAN
 

@@ -16,9 +16,9 @@ from fcsd.base.strict import (
     Strict,
     did_you_mean,
     like,
+    one_of,
     option,
 )
-from fcsd.base.unions import one_of
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
 from fcsd.evaluation.kinds import KINDS

@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
-    check_folder_place,
-    check_is_file,
-    file_sha256,
-    is_empty,
-    read_json,
-)
+from fcsd.base.files import check_is_file, file_sha256, read_json
+from fcsd.base.writing import check_folder_place, is_empty
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.code.programs import programs_of
 from fcsd.evaluation.code.scorer import CodeScorer

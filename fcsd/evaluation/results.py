@@ -18,10 +18,10 @@ from pydantic import BaseModel, field_validator
 import fcsd
 from fcsd.base.artifact import check_outputs, command_record
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_fingerprint, make_folder, read_json, write_text
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import file_fingerprint, read_json, write_sealed
 from fcsd.base.stats import plain_mean, ratio, standard_error
 from fcsd.base.strict import check_name, validate
+from fcsd.base.writing import make_folder, write_text
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k

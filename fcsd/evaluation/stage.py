@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, read_json
-from fcsd.base.fingerprints import content_fingerprint, tokenizer_files
+from fcsd.base.files import content_fingerprint, read_json, tokenizer_files
 from fcsd.base.memory import free_memory
+from fcsd.base.writing import new_folder
 from fcsd.evaluation.backend import Served
 from fcsd.evaluation.config import (
     EvaluationConfig,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import parse_json, read_text, write_text, writing
-from fcsd.base.fingerprints import checkpoint_files, content_fingerprint
+from fcsd.base.files import checkpoint_files, content_fingerprint, parse_json, read_text
+from fcsd.base.writing import write_text, writing
 from fcsd.evaluation.config import TaskConfig
 
 SCHEMA_VERSION = 5

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import data_dir, file_state
-from fcsd.base.strict import did_you_mean, read_yaml, validate
+from fcsd.base.files import data_dir, file_state, read_yaml
+from fcsd.base.strict import did_you_mean, validate
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.kinds import KINDS
 

@@ -10,8 +10,7 @@ import torch
 
 from fcsd.base.artifact import check_checkpoint
 from fcsd.base.errors import UserError, check_kind, one_line
-from fcsd.base.files import read_checkpoint_json
-from fcsd.base.fingerprints import checkpoint_files
+from fcsd.base.files import checkpoint_files, read_checkpoint_json
 from fcsd.base.weights import check_finite, weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,

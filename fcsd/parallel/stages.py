@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.artifact import Stage, check_outputs, model_outputs
-from fcsd.base.files import hold_folder, release_folder
+from fcsd.base.writing import hold_folder, release_folder
 from fcsd.parallel.launch import Launch
 
 

@@ -43,7 +43,8 @@ from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, safetensors_head, write_json
+from fcsd.base.files import read_json, safetensors_head
+from fcsd.base.writing import write_json
 from fcsd.parallel.parts import (
     Part,
     compute_with,

@@ -20,10 +20,16 @@ from typing import Any
 
 from fcsd.base.artifact import Stage, check_checkpoint, model_outputs, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, is_empty, write_json
-from fcsd.base.fingerprints import read_sealed, write_sealed
-from fcsd.base.temporary import discard_folder, replace_folder, sweep
+from fcsd.base.files import read_sealed, write_sealed
 from fcsd.base.text import calibration_kl_text
+from fcsd.base.writing import (
+    check_folder_place,
+    discard_folder,
+    is_empty,
+    replace_folder,
+    sweep,
+    write_json,
+)
 from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original

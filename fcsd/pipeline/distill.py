@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 
 from fcsd.base.artifact import Stage, differences, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder
 from fcsd.base.strict import validate
-from fcsd.base.temporary import discard_folder
+from fcsd.base.writing import discard_folder, new_folder
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_fingerprint
 from fcsd.evaluation.datasets import test_set_fingerprints

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, write_json
+from fcsd.base.writing import new_folder, write_json
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import in_batches
 from fcsd.data.config import RowsConfig, SourceConfig

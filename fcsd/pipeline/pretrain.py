@@ -13,7 +13,7 @@ from transformers import (
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.fingerprints import tokenizer_files
+from fcsd.base.files import tokenizer_files
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.checkpoint import find_folder
 from fcsd.model.dtypes import dtype_of, to_dtype

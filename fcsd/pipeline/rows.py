@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fcsd.base.files import hold_folder, make_folder, release_folder, write_json
+from fcsd.base.writing import hold_folder, make_folder, release_folder, write_json
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import DecontaminateConfig, TrainingDataConfig
 from fcsd.data.dataset import build_dataset

@@ -12,8 +12,8 @@ from typing import Any
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.temporary import discard_folder
 from fcsd.base.terminal import show, terminal_columns
+from fcsd.base.writing import discard_folder
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import EvaluationConfig, check_batch_size

@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainingArguments, set_seed
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, make_folder, new_folder
 from fcsd.base.memory import free_memory
+from fcsd.base.writing import check_folder_place, make_folder, new_folder
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.dtypes import dtype_of, to_dtype

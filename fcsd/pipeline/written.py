@@ -18,9 +18,9 @@ from typing import Any
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.files import make_folder, read_text, write_text
-from fcsd.base.fingerprints import content_fingerprint
+from fcsd.base.files import content_fingerprint, read_text
 from fcsd.base.memory import free_memory
+from fcsd.base.writing import make_folder, write_text
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import check_has_template
 from fcsd.data.config import TrainingDataConfig, TrainingSourceConfig

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
-from fcsd.base.files import data_dir, home
-from fcsd.base.strict import did_you_mean, parse_yaml, places, read_yaml, validate
+from fcsd.base.files import data_dir, parse_yaml, read_yaml
+from fcsd.base.strict import did_you_mean, places, validate
+from fcsd.base.writing import home
 from fcsd.data.config import SourceConfig, TrainingDataConfig
 from fcsd.data.local import local_place
 from fcsd.evaluation.config import SuiteConfig

@@ -28,13 +28,15 @@ from fcsd.base.errors import Rule, UserError
 from fcsd.base.strict import (
     FolderPath,
     Name,
+    OneOf,
     Strict,
+    choice_of,
     did_you_mean,
+    drop_foreign_keys,
     option,
     places_of,
     validate,
 )
-from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.evaluation.config import (
     EvaluationConfig,

@@ -12,8 +12,8 @@ from typing import Any
 
 from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
 from fcsd.base.text import fold, markdown, metric_words
+from fcsd.base.writing import check_folder_place, new_folder, write_json, write_text
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result

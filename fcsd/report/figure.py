@@ -83,7 +83,7 @@ def save_figure(figure: Figure, path: Path, *, around: bool = False) -> None:
 
 def check_figure(path: Path) -> None:
     """Raise UserError for a file that `save_figure` did not write, for
-    `fcsd.base.files.check_file_place`.
+    `fcsd.base.writing.check_file_place`.
     """
     with path.open("rb") as file:
         # PNG stores its text chunks before the pixels.

@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.files import write_text
+from fcsd.base.writing import write_text
 from fcsd.recipe.layout import MAIN
 from fcsd.report.units import unit_of
 from fcsd.report.verdict import p_text, quick_look

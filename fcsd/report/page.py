@@ -11,7 +11,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from fcsd.base.files import write_text
+from fcsd.base.writing import write_text
 
 # Markdown may hold HTML (`fold` writes some), so the page itself forbids everything that
 # a model's or a data set's name could smuggle in.

@@ -14,8 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import writing
-from fcsd.base.temporary import replace_folder
+from fcsd.base.writing import replace_folder, writing
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks, known_to_all
 from fcsd.parallel.state import check_state, write_weights

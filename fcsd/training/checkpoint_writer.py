@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from fcsd.base.files import writing
 from fcsd.base.memory import available_memory
-from fcsd.base.temporary import replace_folder
 from fcsd.base.text import size
+from fcsd.base.writing import replace_folder, writing
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.state import (

@@ -19,7 +19,7 @@ compared before a run continues. Every rank hashes the files that it has written
 checks a share of them.
 
 That record is sealed, and `owner` is what the checkpoint belongs to (as of
-`fcsd.base.fingerprints.sealed`): for a recipe the identity of its stage, which continues
+`fcsd.base.files.sealed`): for a recipe the identity of its stage, which continues
 from no other checkpoint. None: a script's, whose settings and data are compared instead
 (`fcsd.training.record`).
 """
@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256, read_json
-from fcsd.base.fingerprints import read_sealed, write_sealed
-from fcsd.base.temporary import flush, replace_folder
+from fcsd.base.files import file_sha256, read_json, read_sealed, write_sealed
+from fcsd.base.writing import flush, replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint

@@ -18,7 +18,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.writing import write_json
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state

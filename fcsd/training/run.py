@@ -35,9 +35,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import Interrupted, ScorerError, UserError
-from fcsd.base.files import new_folder, write_json, write_text, writing
-from fcsd.base.temporary import flush_all
 from fcsd.base.text import STEPS_BAR, nats, progress_bar
+from fcsd.base.writing import flush_all, new_folder, write_json, write_text, writing
 from fcsd.model.dtypes import cast
 from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
 from fcsd.parallel.engine import engine_environment

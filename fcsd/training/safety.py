@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import write_text
+from fcsd.base.writing import write_text
 from fcsd.parallel.shard import own_part
 from fcsd.training.config import SafetyConfig
 from fcsd.training.signals import Signals

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import make_folder, read_json, write_json, writing
+from fcsd.base.files import read_json
 from fcsd.base.memory import available_memory
-from fcsd.base.temporary import beside
+from fcsd.base.writing import beside, make_folder, write_json, writing
 from fcsd.model.connectivity.checkpoint import CONFIG
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors

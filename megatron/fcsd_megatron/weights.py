@@ -14,12 +14,8 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
-    new_folder,
-    read_checkpoint_json,
-    safetensors_header,
-    write_json,
-)
+from fcsd.base.files import read_checkpoint_json, safetensors_header
+from fcsd.base.writing import new_folder, write_json
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import home
 from fcsd.base.weights import is_config_only
+from fcsd.base.writing import home
 from fcsd.model.connectivity.checkpoint import has_tokenizer
 from fcsd.model.families import PREFIX, base_model_type
 from fcsd.model.inspect.checkpoint import find_source

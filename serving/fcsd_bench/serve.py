@@ -33,15 +33,9 @@ from typing import Any
 
 from fcsd.base.artifact import Stage, check_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
-    hold_folder,
-    read_json,
-    release_folder,
-    write_json,
-    write_text,
-)
-from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.base.files import read_json, read_sealed, write_sealed
 from fcsd.base.text import progress_bar
+from fcsd.base.writing import hold_folder, release_folder, write_json, write_text
 from fcsd_bench.engines import ENGINES, Program, find_program
 from fcsd_bench.gains import find_limits, served_gains, write_gains
 from fcsd_bench.plan import check_models, with_dummies

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
-from fcsd.base.temporary import scratch_folder
+from fcsd.base.writing import scratch_folder
 from fcsd_bench import guard
 from fcsd_bench.engines import Program
 from fcsd_bench.settings import Shape

@@ -7,7 +7,8 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from fcsd.base.strict import Strict, option, parse_yaml
+from fcsd.base.files import parse_yaml
+from fcsd.base.strict import Strict, option
 from fcsd_bench.engines import ENGINES, EngineName
 from fcsd_bench.rows import ROWS_OF, RowName
 

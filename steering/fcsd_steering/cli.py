@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_file_place
 from fcsd.base.terminal import show
+from fcsd.base.writing import check_file_place
 from fcsd.cli.options import (
     Command,
     device_map_argument,

@@ -13,8 +13,8 @@ import numpy as np
 
 import fcsd
 from fcsd.base.artifact import read_manifest
-from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import markdown, nats
+from fcsd.base.writing import new_folder, write_json, write_text
 from fcsd.evaluation.results import read_result
 from fcsd.recipe.layout import RunLayout
 from fcsd.report.table import percent, with_error

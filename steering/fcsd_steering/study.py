@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256
-from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.base.files import file_sha256, read_sealed, read_yaml, write_sealed
 from fcsd.base.memory import free_memory
-from fcsd.base.strict import did_you_mean, read_yaml, validate
+from fcsd.base.strict import did_you_mean, validate
 from fcsd.data.batches import in_batches, real_tokens
 from fcsd.data.dataset import heldout_fingerprint
 from fcsd.model.families import expert_counts, row_width

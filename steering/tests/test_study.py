@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.writing import write_json
 from fcsd.cli.main import main
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.load import load_checkpoint

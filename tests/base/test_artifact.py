@@ -12,18 +12,15 @@ import pytest
 
 from fcsd.base.artifact import ADAPTER, Stage, check_outputs, differences
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
+from fcsd.base.files import file_sha256, read_json, read_text, safetensors_header
+from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import (
     check_file_place,
     check_folder_place,
-    file_sha256,
     new_folder,
-    read_json,
-    read_text,
-    safetensors_header,
     write_json,
     writing,
 )
-from fcsd.base.weights import weights_fingerprint
 from fcsd.data.shards import Shard
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.checkpoint import read_header

@@ -8,8 +8,9 @@ import pytest
 
 import fcsd
 from fcsd.base.errors import UserError, holds_credentials, without_credentials
-from fcsd.base.files import check_path, read_text
+from fcsd.base.files import read_text
 from fcsd.base.strict import validate
+from fcsd.base.writing import check_path
 from fcsd.cli.main import COMMANDS, main
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.model.config import ModelConfig

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fcsd.base.artifact import model_outputs
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import write_sealed
 from fcsd.evaluation import stage
 from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.evaluation.store import configuration_fingerprint

@@ -1,7 +1,7 @@
 from pathlib import Path
 from typing import Any, get_args
 
-from fcsd.base.files import write_json
+from fcsd.base.writing import write_json
 from fcsd.evaluation import grade_file
 from fcsd.evaluation.config import TaskConfig
 from fcsd.evaluation.kinds import GROUPS, KINDS

@@ -11,7 +11,8 @@ import pytest
 
 import fcsd
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.writing import write_json
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import write_json
 from fcsd.cli.main import main
 from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from fcsd.base.unions import choice_of
+from fcsd.base.strict import choice_of
 from fcsd.cli.main import build_parser
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.recipe.recipe import Recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.files import write_json, write_text
+from fcsd.base.writing import write_json, write_text
 from fcsd.cli.main import main
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result

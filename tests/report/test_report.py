@@ -12,9 +12,9 @@ from huggingface_hub import metadata_load, parse_eval_result_entries
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from fcsd.base.artifact import Stage
-from fcsd.base.files import read_json, write_json, write_text
-from fcsd.base.fingerprints import checkpoint_files
+from fcsd.base.files import checkpoint_files, read_json
 from fcsd.base.text import calibration_kl_text, markdown
+from fcsd.base.writing import write_json, write_text
 from fcsd.evaluation.results import SCHEMA_VERSION, write_result
 from fcsd.evaluation.scores import compare
 from fcsd.model.connectivity.modeling import auto_map, modeling_source

@@ -14,8 +14,8 @@ import torch
 
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import read_json, write_sealed
+from fcsd.base.writing import write_json
 from fcsd.cli.main import main
 from fcsd.parallel.ranks import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer

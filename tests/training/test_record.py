@@ -16,7 +16,8 @@ import torch
 
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.api.trainer_inputs import rows_fingerprint
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.writing import write_json
 from fcsd.data import dates
 from fcsd.data.dataset import given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer

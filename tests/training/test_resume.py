@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from fcsd.base import artifact
-from fcsd.base.files import hold_folder, new_folder, read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import hold_folder, new_folder, write_json
 from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
 from fcsd.data import sources as sources_module

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
-from fcsd.base.temporary import scratch_folder
+from fcsd.base.writing import scratch_folder
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.datasets import definition_folder
 

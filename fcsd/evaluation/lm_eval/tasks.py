@@ -22,7 +22,7 @@ import yaml
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
-from fcsd.base.temporary import scratch_folder
+from fcsd.base.writing import scratch_folder
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.datasets import (

@@ -15,17 +15,15 @@ from typing import Any
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
+    TOKENIZER_FILES,
     check_regular,
     decoded_floats,
     file_state,
-    home,
-    is_empty,
     read_checkpoint_json,
     read_text,
     read_unmarked_json,
     safetensors_header,
 )
-from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.base.weights import (
     CONFIG,
     INDEX,
@@ -36,6 +34,7 @@ from fcsd.base.weights import (
     stale_index,
     without_weights,
 )
+from fcsd.base.writing import home, is_empty
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
 from fcsd.model.connectivity.contents import check_contents
 from fcsd.model.connectivity.spec import Connectivity

@@ -18,16 +18,9 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.artifact import check_checkpoint, command_record
 from fcsd.base.errors import UserError
-from fcsd.base.files import (
-    home,
-    new_folder,
-    read_checkpoint_json,
-    read_json,
-    write_json,
-    writing,
-)
-from fcsd.base.temporary import beside
+from fcsd.base.files import read_checkpoint_json, read_json
 from fcsd.base.weights import CONFIG_ONLY
+from fcsd.base.writing import beside, home, new_folder, write_json, writing
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,

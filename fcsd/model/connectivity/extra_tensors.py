@@ -21,8 +21,9 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.weights import Stored, copy_bytes, shard_names, write_safetensors
+from fcsd.base.writing import write_json
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,

@@ -8,7 +8,7 @@ names, sources and published sizes.
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.strict import read_yaml
+from fcsd.base.files import read_yaml
 
 CONFIGS = Path(__file__).with_name("configs")
 _MODELS = CONFIGS / "models.yaml"

@@ -21,17 +21,12 @@ from torch import Tensor
 from fcsd.base.artifact import check_checkpoint, command_record, model_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
-    check_folder_place,
     file_sha256,
     file_state,
-    home,
-    is_empty,
-    make_folder,
+    read_sealed,
     safetensors_header,
-    write_json,
-    writing,
+    write_sealed,
 )
-from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.text import progress_bar
 from fcsd.base.weights import (
     Stored,
@@ -40,6 +35,14 @@ from fcsd.base.weights import (
     shard_names,
     weight_files,
     write_safetensors,
+)
+from fcsd.base.writing import (
+    check_folder_place,
+    home,
+    is_empty,
+    make_folder,
+    write_json,
+    writing,
 )
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,

@@ -23,8 +23,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import home, inside, is_empty, new_folder
 from fcsd.base.strict import validate
+from fcsd.base.writing import home, inside, is_empty, new_folder
 from fcsd.data.config import (
     DataConfig,
     DecontaminateConfig,

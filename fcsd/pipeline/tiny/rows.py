@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fcsd.base.files import inside
+from fcsd.base.writing import inside
 from fcsd.evaluation.config import Column
 
 Row = dict[str, Any]

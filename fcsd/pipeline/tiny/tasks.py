@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.artifact import differences
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256, files_below, is_empty, new_folder
-from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.base.files import file_sha256, read_sealed, write_sealed
+from fcsd.base.writing import files_below, is_empty, new_folder
 from fcsd.pipeline.tiny.questions import (
     answer_tasks,
     chat_rows,

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import Field
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict, did_you_mean, option, read_yaml, validate
+from fcsd.base.files import read_yaml
+from fcsd.base.strict import Strict, did_you_mean, option, validate
 from fcsd.planning.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.planning.cost.hardware import Gpu, find_gpu
 from fcsd.planning.network.links import LinkModel

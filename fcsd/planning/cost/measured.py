@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from fcsd.base.errors import Rule, UserError, refuse
-from fcsd.base.fingerprints import read_editable, write_sealed
+from fcsd.base.files import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers

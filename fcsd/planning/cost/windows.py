@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, model_validator
 
-from fcsd.base.fingerprints import read_editable, write_sealed
+from fcsd.base.files import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 
 

@@ -32,9 +32,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import writing
-from fcsd.base.temporary import file_beside
 from fcsd.base.text import progress_bar, size
+from fcsd.base.writing import file_beside, writing
 from fcsd.model.connectivity.spec import selection_text
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.ranks import Ranks

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from fcsd.base.artifact import Stage, check_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
-from fcsd.base.fingerprints import check_seal, write_sealed
+from fcsd.base.files import check_seal, read_json, write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows

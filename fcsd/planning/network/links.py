@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import Rule, UserError, broken
-from fcsd.base.fingerprints import read_editable, write_sealed
+from fcsd.base.files import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 
 Array = NDArray[np.float64]

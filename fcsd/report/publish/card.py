@@ -19,14 +19,12 @@ from fcsd.base.artifact import LEFT, check_outputs, model_outputs, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     file_fingerprint,
-    is_noise,
-    new_folder,
     read_checkpoint_json,
     read_json,
-    write_text,
+    write_sealed,
 )
-from fcsd.base.fingerprints import write_sealed
 from fcsd.base.text import metric_words, nats
+from fcsd.base.writing import is_noise, new_folder, write_text
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     all_files,

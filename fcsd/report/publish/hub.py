@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from fcsd.base.artifact import LEFT
 from fcsd.base.errors import Rule, UserError, refuse, without_credentials
 from fcsd.base.files import read_json
-from fcsd.base.temporary import scratch_folder
+from fcsd.base.writing import scratch_folder
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
 from fcsd.report.publish.card import RESULTS
 from fcsd.training.card.facts import CARD

@@ -28,14 +28,14 @@ from torch import Tensor
 from fcsd.base.errors import UserError, refuse
 from fcsd.base.files import (
     check_regular,
+    content_fingerprint,
     file_fingerprint,
     read_checkpoint_json,
-    write_json,
-    writing,
+    read_sealed,
+    write_sealed,
 )
-from fcsd.base.fingerprints import content_fingerprint, read_sealed, write_sealed
-from fcsd.base.temporary import discard_folder
 from fcsd.base.text import STEPS_BAR, progress_bar
+from fcsd.base.writing import discard_folder, write_json, writing
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.checkpoint import (

@@ -13,8 +13,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError, without_credentials
-from fcsd.base.files import check_regular, read_json
-from fcsd.base.strict import implicit_values
+from fcsd.base.files import check_regular, implicit_values, read_json
 from fcsd.model.connectivity.checkpoint import files_like
 
 CARD = "README.md"

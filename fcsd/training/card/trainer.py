@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import write_text
 from fcsd.base.text import nats
+from fcsd.base.writing import write_text
 from fcsd.model.connectivity.modeling import auto_map
 from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families import family_of

@@ -26,8 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from fcsd.base.strict import Strict, option
-from fcsd.base.unions import one_of
+from fcsd.base.strict import Strict, one_of, option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,11 +33,11 @@ from fcsd.base.files import (
     check_regular,
     parse_json,
     read_json,
+    read_sealed,
     safetensors_header,
-    writing,
+    write_sealed,
 )
-from fcsd.base.fingerprints import read_sealed, write_sealed
-from fcsd.base.temporary import beside
+from fcsd.base.writing import beside, writing
 from fcsd.data.batches import next_token_targets
 from fcsd.training.teachers.base import Batch, Teacher
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, is_empty, write_json
-from fcsd.base.temporary import sweep
 from fcsd.base.text import progress_bar
+from fcsd.base.writing import check_folder_place, is_empty, sweep, write_json
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.parallel.launch import Launch
 from fcsd.training.teachers.base import Teacher

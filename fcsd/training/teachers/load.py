@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.base.fingerprints import NOT_COMPUTED
+from fcsd.base.files import NOT_COMPUTED
 from fcsd.base.memory import free_memory
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint
 from fcsd.model.connectivity.load import config_and_class, implementations

@@ -16,8 +16,9 @@ from typing import Any, get_args
 
 import pytest
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.terminal import fit
+from fcsd.base.writing import write_json
 from fcsd.cli.main import main as fcsd
 from fcsd_bench import times
 from fcsd_bench.__main__ import main

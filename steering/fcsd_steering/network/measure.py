@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from fcsd.base.artifact import versions
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_file_place
 from fcsd.base.text import progress_bar
+from fcsd.base.writing import check_file_place
 from fcsd.parallel.launch import Launch
 from fcsd.planning.network.links import (
     Array,

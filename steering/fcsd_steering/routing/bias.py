@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_regular, writing
-from fcsd.base.fingerprints import arrays_fingerprint
+from fcsd.base.files import arrays_fingerprint, check_regular
 from fcsd.base.strict import Strict, validate
-from fcsd.base.temporary import file_beside
+from fcsd.base.writing import file_beside, writing
 from fcsd.model.families import base_model_type
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.files import read_json
 from fcsd.base.memory import free_memory
+from fcsd.base.writing import write_json, write_text
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.dataset import heldout_rows
 from fcsd.model.families import expert_counts, row_width

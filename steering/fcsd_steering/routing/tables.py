@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_file_place
+from fcsd.base.writing import check_file_place
 from fcsd.model.families import base_model_type
 from fcsd.model.families.choices import Routed
 from fcsd.model.load import find_model

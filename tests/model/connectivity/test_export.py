@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fcsd.base.artifact import command_record, model_outputs
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import write_sealed
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,

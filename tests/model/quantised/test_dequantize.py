@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import write_sealed
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.load import load_model

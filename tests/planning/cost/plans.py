@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan import planned
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.writing import write_json
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.network.links import LinkModel
 from tests.real_configs import CONFIGS

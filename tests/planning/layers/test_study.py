@@ -16,7 +16,7 @@ import torch
 import yaml
 from matplotlib.axes import Axes
 
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.strict import validate
 from fcsd.cli.main import main

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.base.artifact import Stage, check_checkpoint, model_outputs
-from fcsd.base.files import file_sha256, read_json, write_json, write_text
-from fcsd.base.fingerprints import write_sealed
+from fcsd.base.files import file_sha256, read_json, write_sealed
 from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import write_json, write_text
 from fcsd.cli.main import main
 from fcsd.evaluation.chat.chat import load_speaker
 from fcsd.evaluation.results import write_result

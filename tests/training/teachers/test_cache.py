@@ -17,8 +17,9 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import write_json
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import load_model

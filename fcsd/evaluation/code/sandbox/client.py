@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import ScorerError
-from fcsd.base.temporary import scratch_folder
+from fcsd.base.writing import scratch_folder
 
 _SERVER = Path(__file__).parent / "server.py"
 # the server ends a job at _WAIT times its limit

@@ -13,11 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.base import temporary
+from fcsd.base import writing
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import ScorerError
-from fcsd.base.files import new_folder, read_json, write_text
-from fcsd.base.temporary import beside, file_beside, scratch_folder
+from fcsd.base.files import read_json
+from fcsd.base.writing import (
+    beside,
+    file_beside,
+    new_folder,
+    scratch_folder,
+    write_text,
+)
 from fcsd.cli.main import main
 from fcsd.evaluation.code import scorer
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
@@ -159,7 +165,7 @@ def test_a_folder_taken_for_a_dead_ones_before_its_lock_is_made_anew(
             shutil.rmtree(path)
         return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(temporary.os, "open", swept)
+    monkeypatch.setattr(writing.os, "open", swept)
     with beside(tmp_path / "model") as folder:
         assert folder.is_dir() and taken != [folder]
 
@@ -174,7 +180,7 @@ def test_what_another_host_left_stays(
             die()
 
     with monkeypatch.context() as patched:
-        patched.setattr(temporary.socket, "gethostname", lambda: "elsewhere")
+        patched.setattr(writing.socket, "gethostname", lambda: "elsewhere")
         killed_in(half, tmp_path)
     with new_folder(tmp_path / "model"):
         pass

@@ -13,15 +13,16 @@ from safetensors.numpy import save_file
 
 from fcsd.base import weights
 from fcsd.base.artifact import Stage, check_outputs, model_outputs, read_manifest
-from fcsd.base.files import read_json, write_json
-from fcsd.base.fingerprints import (
+from fcsd.base.files import (
     checkpoint_files,
     read_editable,
+    read_json,
     read_sealed,
     sealed,
     write_sealed,
 )
 from fcsd.base.weights import weights_fingerprint
+from fcsd.base.writing import write_json
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.training.sweep import read_history, read_scores
