@@ -57,7 +57,7 @@ from turns import load_average  # noqa: E402
 
 from fcsd.base.text import size  # noqa: E402
 from fcsd.data.config import RowsConfig  # noqa: E402
-from fcsd.parallel.join import join_launch  # noqa: E402
+from fcsd.parallel.launch import join_launch  # noqa: E402
 from fcsd.pipeline.tiny.models import tiny_tokenizer  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
 from fcsd.training import run as product  # noqa: E402

@@ -217,7 +217,7 @@ def train_with_fcsd(
             super().__init__(model, args, **others)
             self.add_callback(watcher)
 
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
 
     tokenizer = tiny_tokenizer(512)
     if options.own_text:
@@ -255,7 +255,7 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
     """
     import copy
 
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
     from fcsd.training.teachers.cache_fill import fill_cache
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fcsd.data.batches import next_token_targets
 from fcsd.data.config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.trace import Setting
 from fcsd.training.arguments import Job

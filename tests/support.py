@@ -471,7 +471,7 @@ def run_of(recipe: Any) -> Any:
     """Return the `Run` of a recipe, given as a path or as an object, in this
     process.
     """
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.context import Run
     from fcsd.recipe.load_recipe import load_recipe
     from fcsd.recipe.recipe import Recipe

@@ -214,7 +214,7 @@ OPEN = {
         "families.routers", "families.structure", "inspect.checkpoint", "load",
     ],
     "data": ["batches", "dataset", "local"],
-    "parallel": ["join", "launch", "overlap.measure", "overlap.transport", "place", "ranks", "stages"],
+    "parallel": ["launch", "overlap.measure", "overlap.transport", "place", "ranks"],
     "training": ["calibration.checkpoint", "calibration.shards", "losses.heldout_kl"],
     "evaluation": ["backend", "config", "datasets", "items", "results", "store", "study", "suites"],
     "recipe": ["layout", "load_recipe"],

@@ -15,18 +15,15 @@ from torch import nn
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
-from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.store import TaskStore
-from fcsd.evaluation.suites import load_suite
-from fcsd.model.finite import refuse_not_finite
-from fcsd.model.load import tokenizer_of
+from fcsd.evaluation.suites import chosen_suite, load_suite
+from fcsd.model.load import refuse_not_finite, tokenizer_of
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import stop_watching
-from fcsd.parallel.join import join_launch
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 
 if TYPE_CHECKING:
@@ -193,7 +190,7 @@ def _check_kinds(suite: Any, launch: Any) -> None:
         "the name or path of a suite, or a SuiteConfig(…),",
     )
     check_kind(
-        "launch", launch, Launch | None, "what fcsd.parallel.join.join_launch gives"
+        "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
     )
 
 

@@ -13,7 +13,7 @@ from fcsd.base.strict import did_you_mean
 from fcsd.base.writing import release_folders
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.recipe import layout
 from fcsd.recipe.load_recipe import check_recipe
 from fcsd.recipe.load_recipe import load_recipe as load_file

@@ -37,8 +37,7 @@ from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.failure import stop_watching
-from fcsd.parallel.join import join_launch
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, damage
 from fcsd.training.fcsd_config import FCSDConfig

@@ -27,7 +27,7 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
-from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
+from fcsd.data.rendering import BEGAN, TEMPLATE_DATE, noted_date, writes_date
 from fcsd.data.rows import PackedRows, default_workers
 from fcsd.model.autocast import computing_dtype
 from fcsd.model.connectivity import convert_model, unconvert_model
@@ -44,15 +44,15 @@ from fcsd.model.families.structure import (
     refuse_adapters,
     refuse_offloaded,
 )
-from fcsd.model.finite import refuse_not_finite
 from fcsd.model.load import (
     ModelFolder,
+    check_positions,
     find_model,
     load_checkpoint,
     load_tokenizer,
+    refuse_not_finite,
     tokenizer_of,
 )
-from fcsd.model.positions import check_positions
 from fcsd.model.quantised.methods import model_quantisation, why_not_trained
 from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
@@ -682,7 +682,7 @@ def given_rules(
     )
     functions = "a function of logits and labels"
     yield wrong_kind("compute_metrics", compute_metrics, Callable | None, functions)
-    launches = "what fcsd.parallel.join.join_launch gives"
+    launches = "what fcsd.parallel.launch.join_launch gives"
     yield wrong_kind("launch", launch, Launch | None, launches)
 
 

@@ -81,7 +81,7 @@ def _calibrate(arguments: Namespace) -> None:
     # A mistake shows before the calibration.
     measured = named_tasks(arguments.suite, arguments.task) if arguments.task else None
     quiet_transformers()
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder, measure_calibrated
     from fcsd.report.table import score_table
 
@@ -104,7 +104,7 @@ def _mtp(arguments: Namespace) -> None:
     source = source_option(arguments.text, "--text")
     original = ModelConfig(path=arguments.original) if arguments.original else None
     quiet_transformers()
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.mtp import align_mtp
 
     align_mtp(

@@ -143,8 +143,7 @@ def _suite(arguments: Namespace) -> SuiteConfig:
     """Return the suite, or the named tasks of it, with the settings that the options
     give for all tasks.
     """
-    from fcsd.evaluation.lm_eval.chosen import chosen_suite
-    from fcsd.evaluation.suites import changed_suite, load_suite
+    from fcsd.evaluation.suites import changed_suite, chosen_suite, load_suite
 
     suite = load_suite(arguments.suite)
     if arguments.tasks is not None:

@@ -197,7 +197,7 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Join the launch with the options of `expert_parallel_argument`, if any."""
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
 
     options = {
         name: value

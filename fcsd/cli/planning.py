@@ -254,7 +254,7 @@ def _layers(arguments: Namespace) -> None:
     quiet_transformers()
     study = study_from_options(vars(arguments))
     from fcsd.model.load import find_model
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.planning.layers.proposal import study_table
     from fcsd.planning.layers.study import read_study, study_layers
     from fcsd.report.study_plots import plot_layers
@@ -266,7 +266,7 @@ def _layers(arguments: Namespace) -> None:
 
 
 def _plan_layers(arguments: Namespace) -> None:
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.planning.layers.proposal import (
         layers_within,
         plan_layers,

@@ -40,7 +40,7 @@ def _load_recipe(arguments: Namespace) -> Recipe:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.rehearse is None:
         return recipe
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.tiny.rehearse import rehearse
 
     return rehearse(recipe, arguments.rehearse, join_launch())

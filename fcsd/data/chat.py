@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from fcsd.base.errors import UserError
-from fcsd.data.dates import BEGAN, dated
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.marks import UnclearTurnError
 from fcsd.data.messages import BadExample
+from fcsd.data.rendering import BEGAN, dated, template_errors, tokenizer_name
 from fcsd.data.template import message_form_of
 from fcsd.data.texts import tokenized_texts
-from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.data.turns import TurnForm, WrittenChat, read_form
 
 

@@ -31,12 +31,11 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS, ROW_FEATURES
 from fcsd.data.columns import check_meanings, column_meanings, refuse_unread
 from fcsd.data.config import SourceConfig, TextConfig
-from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint, scratch
+from fcsd.data.rendering import TEMPLATE_DATE, tokenizer_name
 from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing
 from fcsd.data.sources import GivenSource, Source
-from fcsd.data.tokenizers import tokenizer_name
 from fcsd.data.values import (
     changed,
     decoding,

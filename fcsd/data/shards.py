@@ -27,7 +27,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import arrays_fingerprint, check_regular, file_state
 from fcsd.base.writing import file_beside, writing
 from fcsd.data.counts import ExampleCounts
-from fcsd.data.dates import BEGAN
+from fcsd.data.rendering import BEGAN
 
 if TYPE_CHECKING:
     from fcsd.data.decontaminate import Decontaminator

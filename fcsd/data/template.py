@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fcsd.data.dates import TEMPLATE_DATE, dated
 from fcsd.data.examples import Conversation
 from fcsd.data.messages import ROLES
+from fcsd.data.rendering import TEMPLATE_DATE, dated
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _TOOL = {

@@ -2,14 +2,14 @@
 
     stage.run_evaluation            owns the folder: begins, continues, finishes it
       runner.prepare_evaluation     reads the items, starts the sandbox
-        steps.STEPS[kind].prepare   in code/, lm_eval/, own_text/
+        STEPS[kind].prepare   in code/, lm_eval/, own_text/
       runner.PreparedEvaluation     called with a model: asks it task by task
-        steps.STEPS[kind].run       samples; questions go to `backend` or `served`
+        STEPS[kind].run       samples; questions go to `backend` or `served`
         store.TaskStore.put         keeps a finished task
         results.whole_result        the content of results.json
       results.write_result
 
-`scores` compares two results; `kinds` has what holds of tasks of a kind.
+`scores` compares two results; `config.KINDS` has what holds of tasks of a kind.
 
 Not covered: starting servers (vLLM, SGLang); they must be running.
 """

@@ -16,14 +16,15 @@ from fcsd.base.errors import UserError
 from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.answers import Answer, Question, Reader
 from fcsd.evaluation.config import BatchSize
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
-from fcsd.parallel.gathered import gathered_once
-from fcsd.parallel.ranks import Ranks, input_device
+from fcsd.parallel.ranks import Ranks, gathered_once, input_device
 from fcsd.training.generation import (
+    Answer,
     Decoding,
+    Question,
+    Reader,
     batches_of,
     end_tokens,
     generate,
@@ -31,6 +32,7 @@ from fcsd.training.generation import (
 )
 
 Key = TypeVar("Key")
+
 # On a CPU memory runs out without an error that could be caught, so "auto" starts low.
 _FIRST, _ON_CPU = 128, 16
 

@@ -1,8 +1,11 @@
-"""Schemas of a suite (`eval/suites/*.yaml`; docs/evaluate.md has the keys), of a
-recipe's `evaluation`, and of `fcsd evaluate --samples`.
+"""The kinds of tasks, and the schemas of a suite (`eval/suites/*.yaml`;
+docs/evaluate.md has the keys), of a recipe's `evaluation`, and of `fcsd evaluate
+--samples`.
 """
 
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
@@ -21,11 +24,48 @@ from fcsd.base.strict import (
 )
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
-from fcsd.evaluation.kinds import KINDS
 from fcsd.model.config import DROP_NEEDS_A_CAPACITY
 
 if TYPE_CHECKING:
     from fcsd.parallel.ranks import Ranks
+
+
+Group = Literal["likelihood", "generation"]
+
+GROUPS: dict[Group, str] = {
+    "likelihood": "by likelihood of given answers",
+    "generation": "by what it writes",
+}
+"""What scores have seen: a verdict has a line, and a comparison a mean, for each."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What holds of every task of a kind.
+
+    scored_by: what its score has seen, in words. by_lm_eval: lm-eval loads and grades
+    it, so that it may be a group with members. distance: its figure is a divergence
+    from the original, in nats: less is better, it has no floor and no place in a mean
+    of scores, and the original must be named.
+    """
+
+    group: Group
+    scored_by: str
+    by_lm_eval: bool = False
+    distance: bool = False
+
+    @cached_property
+    def writes(self) -> bool:
+        """Whether the model writes; otherwise it is asked for likelihoods alone."""
+        return self.group == "generation"
+
+
+KINDS = {
+    "likelihood": Kind("likelihood", "likelihood of given answers", by_lm_eval=True),
+    "generation": Kind("generation", "the answer that it writes", by_lm_eval=True),
+    "code": Kind("generation", "the program that it writes"),
+    "own_text": Kind("generation", "its own text", distance=True),
+}
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1
 # (evalplus/provider/utility.py) without special tokens.
@@ -240,7 +280,9 @@ def pass_k(row: CodeTaskConfig) -> int:
 
 
 _Content = Literal["text", "text with _", "4 texts", "labelled"]
+
 _CONTENTS = get_args(_Content)
+
 Column = _Content | list[int | str]
 """The content of a column in a benchmark's rows: text, a list, {text: [texts], label:
 [texts]}, or one of these values.
@@ -475,3 +517,11 @@ class Scoring(Strict):
         None, "processor time of one program, in seconds (default: 10)"
     )
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")
+
+
+def lm_eval_key(metric: str) -> tuple[str, str]:
+    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no
+    filter.
+    """
+    name, _, rule = metric.partition(",")
+    return name, rule or "none"

@@ -24,16 +24,15 @@ from fcsd.evaluation.config import (
     TaskConfig,
     pass_k,
 )
-from fcsd.evaluation.lines import json_lines
-from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import (
     code_samples,
     evaluation_versions,
+    json_lines,
     save_result,
     task_result,
     whole_result,
 )
-from fcsd.evaluation.suites import load_suite
+from fcsd.evaluation.suites import chosen_suite, load_suite
 
 _NOT_IN_A_FILE = {
     "likelihood": "scored by likelihood",

@@ -8,7 +8,7 @@ from typing import Any
 
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.evaluation.config import SuiteConfig, items_limit
-from fcsd.evaluation.steps import STEPS
+from fcsd.evaluation.runner import STEPS
 
 
 def suite_items(

@@ -1,14 +1,16 @@
 """Build, write and read the results of an evaluation: `results.json` and one file of
-samples for each task.
+samples for each task, a JSON value a line.
 
 `docs/results.md` has every key.
 """
 
 import contextlib
+import gzip
 import hashlib
 import importlib.metadata
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,21 @@ from pydantic import BaseModel, field_validator
 
 import fcsd
 from fcsd.base.artifact import check_outputs, command_record
-from fcsd.base.errors import UserError
-from fcsd.base.files import file_fingerprint, read_json, write_sealed
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import (
+    check_regular,
+    file_fingerprint,
+    parse_json,
+    read_json,
+    write_sealed,
+)
 from fcsd.base.stats import plain_mean, ratio, standard_error
 from fcsd.base.strict import check_name, validate
 from fcsd.base.writing import make_folder, write_text
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome
-from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
+from fcsd.evaluation.config import KINDS, CodeTaskConfig, Kind, TaskConfig, pass_k
 from fcsd.evaluation.datasets import dataset_location, fetched_revision
-from fcsd.evaluation.kinds import KINDS, Kind
-from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.scores import floor_of
 
@@ -527,3 +533,60 @@ def read_samples(
             f" {row['value']:.6g}: they come from different evaluations; evaluate again"
         )
     return samples
+
+
+def json_lines(
+    path: Path, description: str = "valid JSON", advice: str = ""
+) -> list[tuple[str, Any]]:
+    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; blank lines
+    are skipped.
+
+    description: what each line should be, for the message. advice: ends the message.
+    """
+    check_regular(path)
+    try:
+        data = path.read_bytes()
+        # Not `splitlines`: a text in a line of JSON may hold line separators of
+        # Unicode.
+        texts = (
+            (gzip.decompress(data) if path.suffix == ".gz" else data)
+            .decode("utf-8")
+            .split("\n")
+        )
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: is not a .jsonl or .jsonl.gz file of UTF-8 text ({error}){advice}"
+        ) from None
+    values = []
+    for number, text in enumerate(texts, start=1):
+        where = f"{path}, line {number}"
+        try:
+            values += [(where, parse_json(text))] if text.strip() else []
+        except ValueError as error:
+            raise UserError(
+                f"{where}: not {description} ({one_line(error)}){advice}"
+            ) from None
+    return values
+
+
+def texts_of(
+    line: Mapping[str, Any], where: str, keys: Mapping[str, bool], missing: str
+) -> tuple[str, list[str]]:
+    """Return the first of these keys that a line has, and its texts, at least one.
+
+    keys: key -> whether it holds a list of texts, or one text. missing: the error for a
+    line without any of them.
+    """
+    key = next((key for key in keys if key in line), None)
+    if key is None:
+        raise UserError(f"{where}: {missing}")
+    texts = line[key] if keys[key] else [line[key]]
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        raise UserError(
+            f"{where}: {key}: text is needed, got {type(line[key]).__name__}"
+        )
+    return key, texts

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
-from fcsd.data.dates import TEMPLATE_DATE, writes_date
+from fcsd.base.text import Progress, Work
+from fcsd.data.rendering import TEMPLATE_DATE, writes_date
 from fcsd.evaluation.backend import Backend, Batches, Served
+from fcsd.evaluation.code import steps as code
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
+    KINDS,
     CodeTaskConfig,
     EvaluationConfig,
     SuiteConfig,
@@ -31,10 +34,9 @@ from fcsd.evaluation.config import (
     check_batch_size,
     items_limit,
 )
-from fcsd.evaluation.context import Context
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.lm_eval import steps as lm_eval
 from fcsd.evaluation.lm_eval.tasks import FEWSHOT_SEED
-from fcsd.evaluation.progress import Progress, Work
+from fcsd.evaluation.own_text import steps as own_text
 from fcsd.evaluation.results import (
     Samples,
     evaluation_versions,
@@ -42,9 +44,12 @@ from fcsd.evaluation.results import (
     text_hash,
     whole_result,
 )
-from fcsd.evaluation.steps import STEPS
+from fcsd.evaluation.steps import Context, Steps
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.parallel.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.own_text.measure import Original
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
@@ -333,3 +338,11 @@ class PreparedEvaluation:
             generation = facts[row["task"]].get("generation", {})
             row |= {key: generation[key] for key in generation if row.get(key) is None}
         return suite
+
+
+STEPS: dict[str, Steps] = {
+    "likelihood": lm_eval,
+    "generation": lm_eval,
+    "code": code,
+    "own_text": own_text,
+}

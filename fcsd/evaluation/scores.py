@@ -24,7 +24,7 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.own_text.text import figures_of
 
 Sample = Mapping[str, Any]

@@ -19,13 +19,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.answers import Answer, Question
 from fcsd.evaluation.identity import difference_from_server
 from fcsd.evaluation.server import Body, Server
 from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import quiet
-from fcsd.training.generation import end_tokens, set_aside
+from fcsd.training.generation import Answer, Question, end_tokens, set_aside
 
 TOP = 20
 """Log-probabilities at a token that vLLM gives unless it is started with more or fewer

@@ -25,6 +25,7 @@ from fcsd.base.memory import free_memory
 from fcsd.base.writing import new_folder
 from fcsd.evaluation.backend import Served
 from fcsd.evaluation.config import (
+    KINDS,
     EvaluationConfig,
     ServerConfig,
     SuiteConfig,
@@ -32,7 +33,6 @@ from fcsd.evaluation.config import (
     check_server,
 )
 from fcsd.evaluation.datasets import DEFINITION, test_set_fingerprints
-from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import (
@@ -43,9 +43,8 @@ from fcsd.evaluation.runner import (
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.place import load_for_evaluation
-from fcsd.parallel.stages import begin_stage, finish_stage
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original

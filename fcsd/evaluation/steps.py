@@ -1,18 +1,55 @@
-"""What an evaluation does with a task, by its kind: one table of modules with the same
-functions (`fcsd.evaluation.kinds` has what holds of a kind without a model).
+"""What a kind of task has to do in an evaluation, and what it is given beside the model
+that answers (`KINDS` in `fcsd.evaluation.config` has what holds of it without a model).
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fcsd.evaluation.backend import Backend, Served
-from fcsd.evaluation.code import steps as code
-from fcsd.evaluation.config import SuiteConfig
-from fcsd.evaluation.context import Answered, Context
-from fcsd.evaluation.lm_eval import steps as lm_eval
-from fcsd.evaluation.own_text import steps as own_text
-from fcsd.evaluation.progress import Work
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.base.text import Work
+from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, Served
+from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
+from fcsd.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.own_text.measure import Original
+
+
+Answered = tuple[list[dict[str, Any]], dict[str, Any]]
+"""The samples of a task, and facts about its answers."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the tasks of an evaluation are run with.
+
+    ranks: those that share the work. scorer: of code tasks, on the first rank alone.
+    original: the model that tasks of own text compare with.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    config: EvaluationConfig
+    ranks: Ranks
+    progress: bool
+    scorer: CodeScorer | None = None
+    original: "Original | None" = None
+
+    def in_memory(
+        self, model: PreTrainedModel, batches: Batches | None = None
+    ) -> InMemoryBackend:
+        """Return the backend of a model in memory."""
+        return InMemoryBackend(
+            model,
+            self.tokenizer,
+            self.config.batch_size,
+            self.ranks,
+            batches,
+            progress=self.progress,
+        )
 
 
 class Steps(Protocol):
@@ -67,11 +104,3 @@ class Steps(Protocol):
         limit: int | None,
     ) -> list[list[int]]:
         """Return the items' prompts as tokens."""
-
-
-STEPS: dict[str, Steps] = {
-    "likelihood": lm_eval,
-    "generation": lm_eval,
-    "code": code,
-    "own_text": own_text,
-}

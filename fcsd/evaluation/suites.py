@@ -1,4 +1,6 @@
-"""Read suites (`eval/suites/*.yaml`), and make others of their rows."""
+"""Read suites (`eval/suites/*.yaml`), and make others of their rows and of tasks that
+are named on the command line.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -8,8 +10,12 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, file_state, read_yaml
 from fcsd.base.strict import did_you_mean, validate
-from fcsd.evaluation.config import SuiteConfig
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import KINDS, SuiteConfig, TaskBase
+from fcsd.evaluation.lm_eval.definitions import (
+    definitions_of,
+    read_definitions,
+    rows_of,
+)
 
 
 def suite_names() -> list[str]:
@@ -103,3 +109,55 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
     )
     return suite.model_copy(update={"tasks": changed.tasks})
+
+
+def chosen_suite(
+    names: Sequence[str], suite: SuiteConfig, include_path: Path | None = None
+) -> SuiteConfig:
+    """Return the tasks with these names: the suite's row if it has one, otherwise
+    lm-eval's definition.
+
+    include_path: a folder with the user's task definitions, which precede lm-eval's and
+    the suite's rows.
+    """
+    if include_path is not None and not include_path.is_dir():
+        raise UserError(f"{include_path}: no such folder (include path)")
+    rows = {row.task: row for row in suite.tasks}
+    tasks: list[TaskBase | dict[str, Any]] = []
+    if include_path is not None:
+        user_tasks = read_definitions([include_path], defaults=False)
+    else:
+        user_tasks = {}
+    # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
+    for name in names:
+        if name in user_tasks:
+            tasks += rows_of(name, user_tasks, include_path)
+        elif name in rows:
+            tasks.append(rows[name])
+        else:
+            tasks += rows_of(name, definitions_of(name), None, [*rows, *user_tasks])
+    # Two names may stand for the same task: a group and one of its members.
+    by_name = {
+        row.task if isinstance(row, TaskBase) else row["task"]: row for row in tasks
+    }
+    tasks = list(by_name.values())
+    # tasks that the user named count
+    if not any(_is_headline(row) for row in tasks):
+        tasks = [_as_headline(row) for row in tasks]
+    where = f"--tasks {','.join(names)}"
+    selection = validate(
+        SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": tasks}, where
+    )
+    return selection.model_copy(
+        update={"folder": suite.folder, "columns": suite.columns}
+    )
+
+
+def _is_headline(row: TaskBase | dict[str, Any]) -> bool:
+    return row.headline if isinstance(row, TaskBase) else row.get("headline", True)
+
+
+def _as_headline(row: TaskBase | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(row, TaskBase):
+        row = row.model_dump(mode="json", exclude_unset=True)
+    return row | {"headline": True}

@@ -1,17 +1,31 @@
-"""Load the inputs of the stages: checkpoints, their configs and tokenizers."""
+"""Load the inputs of the stages: checkpoints, their configs and tokenizers; refuse
+values that are NaN or infinite, and rows longer than a model's positions.
+
+Not covered: values in files (`fcsd.base.weights.check_finite`); integers of a
+quantisation method.
+"""
 
 import copy
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fcsd.base.artifact import check_checkpoint
 from fcsd.base.errors import UserError, check_kind, one_line
 from fcsd.base.files import checkpoint_files, read_checkpoint_json
-from fcsd.base.weights import check_finite, weights_fingerprint
+from fcsd.base.weights import (
+    check_finite,
+    is_added_to_scores,
+    not_finite,
+    weights_fingerprint,
+)
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
@@ -24,9 +38,8 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.load import check_config, load_config, load_folder
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.dtypes import real_tensors
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
-from fcsd.model.finite import refuse_not_finite
-from fcsd.model.positions import check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -282,3 +295,140 @@ def _brings_code(folder: Path) -> bool:
     """Tell whether the class of a tokenizer is in the checkpoint's own code."""
     file = folder / "tokenizer_config.json"
     return file.is_file() and "auto_map" in read_checkpoint_json(file)
+
+
+_CHUNK_VALUES = 1 << 24
+
+
+def refuse_not_finite(model: nn.Module, name: str | Path) -> None:
+    """Raise UserError where a parameter or buffer of a model has values that are NaN or
+    infinite, and name the first ones.
+
+    It reads each tensor once, as fast as memory allows. A rank looks at its own shards;
+    tensors without storage pass, and so does minus infinity in buffers (masks) and
+    where `is_added_to_scores`.
+
+    name: of the model in the error.
+    """
+    counts: dict[str, tuple[int, int]] = {}
+    seen: set[int] = set()
+    for tensor_name, tensor in [*real_tensors(model)]:
+        # A tied tensor comes under several names.
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        parts = [part for part in _parts(tensor.detach()) if not _is_finite(part)]
+        if not parts:
+            continue
+        is_weight = isinstance(tensor, nn.Parameter) and not is_added_to_scores(
+            tensor_name
+        )
+        if count := sum(_count(part, is_weight) for part in parts):
+            counts[tensor_name] = count, tensor.numel()
+    if counts:
+        raise not_finite(name, counts)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold the values of a tensor: shards, or the scales of
+    a quantised one.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, attribute)
+            if isinstance(part, Tensor):  # and not the mesh of its ranks
+                yield from _parts(part)
+    elif tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+        yield tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Tell from the least and the largest value whether all are finite: many times
+    faster than `isfinite`, which makes a tensor of its own. torch has neither for
+    float8, which is left to `_count`.
+    """
+    return tensor.dtype.itemsize > 1 and all(
+        bool(value.isfinite()) for value in torch.aminmax(tensor)
+    )
+
+
+def _count(tensor: Tensor, is_weight: bool) -> int:
+    """Count the values that are NaN or infinite; outside of weights, without minus
+    infinity.
+    """
+    if tensor.dtype.itemsize == 1:
+        values = tensor.flatten().split(_CHUNK_VALUES)
+        return sum(int((~chunk.float().isfinite()).sum()) for chunk in values)
+    found = ~tensor.isfinite()
+    return int((found if is_weight else found & ~tensor.isneginf()).sum())
+
+
+# Names of learned position embeddings in transformers' text models; image encoders use
+# the same ones.
+_TABLES = ("wpe", "embed_positions", "position_embeddings")
+_NOT_TEXT = ("vision", "visual", "image", "audio")
+
+
+def num_positions(config: Any) -> int | None:
+    """Return the longest sequence that a model's config allows; None if it does not
+    say.
+    """
+    positions: int | None = getattr(
+        config.get_text_config(), "max_position_embeddings", None
+    )
+    return positions
+
+
+def check_positions(
+    name: str,
+    config: Any,
+    tensors: Iterable[tuple[str, tuple[int, ...]]],
+    max_length: int,
+    *,
+    key: str = "max_length",
+    tell: bool = True,
+) -> None:
+    """Warn on stderr, if `tell`, when rows of `max_length` tokens are longer than a
+    model's positions.
+
+    name: of the model, in messages. tensors: their names and shapes; none for a model
+    that is not built yet. key: the user's name for max_length.
+
+    Raises:
+        UserError: rows are longer, and the positions are a table (learned embeddings)
+            with no rows beyond them.
+    """
+    positions = num_positions(config)
+    if positions is None or max_length <= positions:
+        return
+    text = (
+        f"{key} {max_length}: rows are longer than the {positions} positions of {name}"
+    )
+    # Rotary positions are computed for any length; a table ends.
+    table = next(
+        (tensor for tensor, shape in tensors if _is_table(tensor, shape, positions)),
+        None,
+    )
+    if table is not None:
+        raise UserError(
+            f"{text}, which are a table of that length ({table}); set {key} to"
+            f" {positions} or less"
+        )
+    if tell:
+        print(
+            f"{text}: the model was not trained on later positions; {positions} would"
+            " fit",
+            file=sys.stderr,
+        )
+
+
+def _is_table(tensor: str, shape: tuple[int, ...], positions: int) -> bool:
+    parts = tensor.split(".")
+    is_text = not any(word in part for part in parts for word in _NOT_TEXT)
+    # OPT's table begins with two extra rows.
+    return (
+        is_text
+        and any(part in _TABLES for part in parts)
+        and len(shape) == 2
+        and 0 <= shape[0] - positions <= 2
+    )

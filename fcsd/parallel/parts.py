@@ -75,7 +75,7 @@ def parts_of(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> list[Part
     """Free gathered weights, and return this rank's part of every trained parameter, in
     the model's order.
     """
-    from fcsd.parallel.gathered import reshard
+    from fcsd.parallel.ranks import reshard
 
     reshard(model)
     return list(_parts(model, optimizer, ranks))

@@ -22,12 +22,18 @@ Where ranks have copies, an error of one rank in its share is raised on all of t
 lockstep, and for everything that is not an `Exception`, the others wait in a
 collective, and `fcsd.parallel.failure` ends them.
 
+FSDP2 gathers sharded weights for every pass; while a model is scored, they stay gathered
+if all ranks have room for them (`gathered_once`).
+
 Not covered: ranks that must see the same batch (tensor parallelism, and expert
 parallelism of the `all_reduce` kind).
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +41,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.base.errors import UserError
+from fcsd.base.memory import available_memory, free_memory
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +198,7 @@ def known_to_all(error: BaseException) -> bool:
     return getattr(error, "of_all_ranks", False)
 
 
-def is_sharded(model: "nn.Module") -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Return whether this rank holds a shard of the weights: FSDP2 and expert
     parallelism have DTensors, ZeRO-3 ids.
     """
@@ -201,7 +208,7 @@ def is_sharded(model: "nn.Module") -> bool:
     )
 
 
-def input_device(model: Any) -> "torch.device":
+def input_device(model: Any) -> torch.device:
     """Return the device for token ids; it is not that of the embedding's weights, if
     these are moved to another one for a pass.
     """
@@ -218,3 +225,82 @@ def input_device(model: Any) -> "torch.device":
     if device is not None:
         return torch.device(device)
     return next(embedding.parameters()).device
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The weights that FSDP2 gathers on a rank: its units, each with whether a forward
+    pass frees it, and the bytes of all of them.
+    """
+
+    units: list[tuple[Any, bool]]
+    num_bytes: int
+    device: torch.device
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered (generation leaves the head whole)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+_WHOLE_AND_REST = 1.1
+"""Free memory, as a multiple of all gathered weights, from which on they stay gathered:
+a tenth is for caches and activations.
+"""
+
+
+def fits_whole(num_bytes: int, free_bytes: int) -> bool:
+    """Tell whether weights of this many bytes stay whole while a model is scored."""
+    return _WHOLE_AND_REST * num_bytes <= free_bytes
+
+
+@contextlib.contextmanager
+def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Keep the weights that FSDP2 gathers in the block's first forward pass until the
+    block ends, if all ranks have room for them.
+
+    Generation makes a pass for every token, and each would gather all weights. All
+    ranks enter the block, and change no weights in it. Expert parallelism gathers as it
+    does outside.
+    """
+    # Only models under FSDP2 have such a record.
+    shards: list[Shards] = [
+        shard_set.__dict__["_shards"]
+        for shard_set in model.modules()
+        if "_shards" in shard_set.__dict__
+    ]
+    num_bytes = sum(shard_set.num_bytes for shard_set in shards)
+    # All ranks must decide alike, or their gathers would not match.
+    keeps_gathered = False
+    if shards:
+        keeps_gathered = all(
+            ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device)))
+        )
+    if keeps_gathered:
+        units = [unit for shard_set in shards for unit in shard_set.units]
+    else:
+        units = []
+    for unit, _ in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit, frees in units:
+            unit.set_reshard_after_forward(frees, recurse=False)
+        if units:
+            reshard(model)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes that this rank may take of its device's memory."""
+    if device.type == "cpu":
+        return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    import torch
+
+    # Unused blocks of the caching allocator are returned to the device first.
+    free_memory()
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -38,8 +38,7 @@ from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.recipe.layout import MAIN

@@ -28,8 +28,7 @@ from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
-from fcsd.model.load import ModelFolder, load_checkpoint
-from fcsd.model.positions import check_positions
+from fcsd.model.load import ModelFolder, check_positions, load_checkpoint
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import check_precision
 from fcsd.parallel.launch import Launch

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.base.errors import UserError
+from fcsd.base.text import Progress
 from fcsd.base.writing import check_folder_place
 from fcsd.evaluation.config import SuiteConfig
-from fcsd.evaluation.progress import Progress
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, find_model

@@ -18,8 +18,8 @@ from fcsd.model.connectivity.checkpoint import all_files
 from fcsd.model.connectivity.export import convert_checkpoint, link_or_copy
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import ModelFolder
+from fcsd.parallel.launch import begin_stage, finish_stage
 from fcsd.parallel.place import load_for_launch
-from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_overlap, check_teacher, check_training
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows

@@ -23,7 +23,7 @@ from fcsd.data.batches import in_batches
 from fcsd.data.config import RowsConfig, SourceConfig
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset
-from fcsd.data.dates import TEMPLATE_DATE
+from fcsd.data.rendering import TEMPLATE_DATE
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.export import link_or_copy

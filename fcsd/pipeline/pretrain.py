@@ -18,7 +18,7 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.checkpoint import find_folder
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.load import load_tokenizer
-from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.parallel.launch import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, pretraining_rows

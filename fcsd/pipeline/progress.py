@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fcsd.evaluation.progress import Progress, Work
+from fcsd.base.text import Progress, Work
 from fcsd.pipeline.context import Run
 from fcsd.recipe.layout import MAIN
 from fcsd.training.checkpoints import checkpoints, step_of

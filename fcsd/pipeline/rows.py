@@ -15,8 +15,8 @@ from fcsd.base.writing import hold_folder, make_folder, release_folder, write_js
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import DecontaminateConfig, TrainingDataConfig
 from fcsd.data.dataset import build_dataset
-from fcsd.data.dates import BEGAN, note_date, writes_date
 from fcsd.data.local import data_fingerprint
+from fcsd.data.rendering import BEGAN, note_date, writes_date
 from fcsd.data.rows import PackedRows
 from fcsd.data.shards import MEANING
 from fcsd.evaluation.datasets import test_set_fingerprints

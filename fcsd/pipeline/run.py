@@ -19,7 +19,7 @@ from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import EvaluationConfig, check_batch_size
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.export import convert_checkpoint
-from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.parallel.launch import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.distill import cache_teacher, distill

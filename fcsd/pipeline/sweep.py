@@ -10,8 +10,7 @@ from typing import Any
 from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.writing import write_text
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.pipeline.checks import check_overlap, check_training
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.distill import (

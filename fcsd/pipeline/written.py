@@ -31,8 +31,7 @@ from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig, check_server
 from fcsd.evaluation.own_text.measure import Written, write
 from fcsd.evaluation.own_text.prompts import Prompt, prompts_in
 from fcsd.evaluation.stage import EvaluatedFolder
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.pipeline.context import Run
 
 FILE = "text.jsonl"

@@ -14,7 +14,7 @@ from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.text import fold, markdown, metric_words
 from fcsd.base.writing import check_folder_place, new_folder, write_json, write_text
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.scores import compare, floor_of
@@ -22,10 +22,10 @@ from fcsd.report.items import write_items
 from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
-from fcsd.report.units import is_distance
 from fcsd.report.verdict import (
     LEGEND,
     OWN_TEXT_LEGEND,
+    is_distance,
     members_line,
     quick_look,
     verdict_lines,

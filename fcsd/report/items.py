@@ -22,8 +22,7 @@ from typing import Any
 
 from fcsd.base.writing import write_text
 from fcsd.recipe.layout import MAIN
-from fcsd.report.units import unit_of
-from fcsd.report.verdict import p_text, quick_look
+from fcsd.report.verdict import p_text, quick_look, unit_of
 
 
 def write_items(

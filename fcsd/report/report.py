@@ -52,8 +52,7 @@ from fcsd.report.training import (
     training_text,
     trainings_table,
 )
-from fcsd.report.units import is_distance
-from fcsd.report.verdict import outcome, quick_look, verdict_lines
+from fcsd.report.verdict import is_distance, outcome, quick_look, verdict_lines
 from fcsd.training.sweep import choice_text, edges
 
 SCHEMA_VERSION = 1

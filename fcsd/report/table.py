@@ -7,13 +7,17 @@ from typing import Any
 from fcsd.base.text import markdown, metric_words, nats
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import at_floor
-from fcsd.report.units import NATS, PER_CENT, Unit, is_distance, unit_of
 from fcsd.report.verdict import (
+    NATS,
+    PER_CENT,
+    Unit,
+    is_distance,
     mean_verdict,
     p_text,
     quick_look,
     scored_by,
     task_verdict,
+    unit_of,
 )
 
 FLOOR = "(floor)"

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_sealed
-from fcsd.data.dates import NOTED
+from fcsd.data.rendering import NOTED
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
 from fcsd.training.config import Sections

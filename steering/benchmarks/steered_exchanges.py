@@ -31,7 +31,7 @@ from fcsd.base.text import markdown
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.model.families import row_width
 from fcsd.model.load import load_checkpoint
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import heldout_of
 from fcsd.planning.network.simulate import Payload, endpoint_counts, simulate

@@ -183,7 +183,7 @@ def _profile_network(arguments: Namespace) -> None:
     if arguments.nccl_tests is not None:
         _from_nccl_tests(arguments)
         return
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
     from fcsd_steering.network.measure import describe, profile_launch
 
     launch = join_launch()

@@ -22,8 +22,7 @@ from fcsd.evaluation.datasets import test_set_fingerprints
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.model.families import base_model_type
 from fcsd.model.load import ModelFolder, load_tokenizer
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd_steering.routing.bias import BiasTables, router_bias
 
 FINISHED_TASKS = "finished-tasks"

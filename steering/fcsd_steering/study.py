@@ -19,9 +19,8 @@ from fcsd.data.batches import in_batches, real_tokens
 from fcsd.data.dataset import heldout_fingerprint
 from fcsd.model.families import expert_counts, row_width
 from fcsd.model.families.routers import find_routers
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.place import load_for_evaluation
-from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import Reference, heldout_of
 from fcsd.pipeline.rows import data_inputs, training_rows

@@ -21,7 +21,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.families.routers import find_routers
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd_steering.cli import main

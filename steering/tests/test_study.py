@@ -359,7 +359,7 @@ MEASURED = ("tasks", "kl_to_original", "exchange", "routing")
 def on_two_ranks(rank: int, study: SteeringStudy) -> None:
     from accelerate.state import AcceleratorState
 
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
 
     AcceleratorState._reset_state(reset_partial_state=True)
     run_study(study, join_launch())

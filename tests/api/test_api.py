@@ -379,7 +379,7 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     ("evaluate_model", {"model": MODEL, "tokenizer": 3}, "tokenizer: an int; a tokenizer or its path is needed"),
     ("evaluate_model", {"model": "BASE", "suite": {}}, "suite: a dict; the name or path of a suite, or a SuiteConfig"),
     ("evaluate_model", {"model": "BASE", "limit": "few"}, "evaluate_model: limit: Input should be a valid integer"),
-    ("evaluate_model", {"model": "BASE", "launch": 3}, "launch: an int; what fcsd.parallel.join.join_launch"),
+    ("evaluate_model", {"model": "BASE", "launch": 3}, "launch: an int; what fcsd.parallel.launch.join_launch"),
     ("compare", {"original": None, "converted": None},
      "compare: None; give the result of evaluate_model, or the folder"),
     ("load_recipe", {"path": {}}, "path: a dict; the path of a recipe, or the name of one that ships with fcsd"),

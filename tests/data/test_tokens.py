@@ -23,7 +23,7 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.data import dates, reading, rows, shards, sources, tokens
+from fcsd.data import reading, rendering, rows, shards, sources, tokens
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
@@ -32,7 +32,7 @@ from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import in_order
 from fcsd.data.sources import open_source
 from fcsd.model.load import load_tokenizer
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import _folder_names as folder_names
 from fcsd.pipeline.rows import training_rows
@@ -544,7 +544,7 @@ def test_tokens_that_a_run_writes_on_another_day_have_the_day_of_its_first(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_day(day: int, name: str, loss_on: str) -> str:
-        monkeypatch.setattr(dates, "BEGAN", datetime(2026, 11, day))
+        monkeypatch.setattr(rendering, "BEGAN", datetime(2026, 11, day))
         data = {
             "train": [{"path": str(bench.rows)}],
             "max_length": 64,

@@ -21,7 +21,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.generation import _KEPT, _UNTOLD, set_aside

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from fcsd.base.text import Work
 from fcsd.cli.main import main
 from fcsd.evaluation.config import SuiteConfig, TaskConfig
 from fcsd.evaluation.lm_eval.columns import check_rows, columns_of
 from fcsd.evaluation.lm_eval.tasks import load_task, work
-from fcsd.evaluation.progress import Work
 from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root

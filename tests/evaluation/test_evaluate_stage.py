@@ -24,8 +24,7 @@ from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
 from fcsd.parallel import place as placed
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.join import join_launch
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline import reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer

@@ -15,7 +15,7 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import differing_settings

@@ -17,10 +17,9 @@ from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.code.programs import programs_of
 from fcsd.evaluation.config import Scoring, SuiteConfig
 from fcsd.evaluation.grade_file import score_file
-from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.evaluation.suites import load_suite
+from fcsd.evaluation.suites import chosen_suite, load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_root
 from tests.reference.tiny import tiny_model

@@ -20,13 +20,12 @@ import yaml
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import validate
-from fcsd.base.text import duration
+from fcsd.base.text import Progress, Work, duration
 from fcsd.cli.main import main
 from fcsd.evaluation.backend import BatchSizer
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig
 from fcsd.evaluation.datasets import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.lm_eval import tasks as likelihood
-from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
     EvaluatedFolder,
@@ -37,7 +36,7 @@ from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository

@@ -23,7 +23,7 @@ from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import preserved
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import Ranks, is_sharded
 from fcsd.pipeline.tiny.models import tiny_tokenizer

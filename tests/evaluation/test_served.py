@@ -29,8 +29,7 @@ from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import ModelFolder, find_model
-from fcsd.parallel.join import join_launch
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer

@@ -8,8 +8,7 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.evaluation.config import GenerationTaskConfig
-from fcsd.evaluation.lm_eval.chosen import chosen_suite
-from fcsd.evaluation.suites import load_suite, suite_names
+from fcsd.evaluation.suites import chosen_suite, load_suite, suite_names
 
 # Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1
 # and Table 4 of FarSkip-Collective (which state no shots; MMLU at 5 and the rest at

@@ -3,10 +3,9 @@ from typing import Any, get_args
 
 from fcsd.base.writing import write_json
 from fcsd.evaluation import grade_file
-from fcsd.evaluation.config import TaskConfig
-from fcsd.evaluation.kinds import GROUPS, KINDS
+from fcsd.evaluation.config import GROUPS, KINDS, TaskConfig
 from fcsd.evaluation.results import NUMBERS, read_result
-from fcsd.evaluation.steps import STEPS
+from fcsd.evaluation.runner import STEPS
 from fcsd.pipeline.tiny import rehearse
 from tests.evaluation.test_scores import result
 from tests.support import user_error

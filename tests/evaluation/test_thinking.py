@@ -17,7 +17,7 @@ from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evalua
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table

@@ -30,12 +30,10 @@ from fcsd.parallel.engine import (
     checkpoints_activations,
     requested_engine,
 )
-from fcsd.parallel.gathered import gathered_once
-from fcsd.parallel.join import join_launch
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.parts import first_row
 from fcsd.parallel.place import load_for_launch
-from fcsd.parallel.ranks import is_sharded
+from fcsd.parallel.ranks import gathered_once, is_sharded
 from fcsd.parallel.shard import (
     shard_student,
     shard_teacher,

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.api.trainer_inputs import TrainerInputs
 from fcsd.base.errors import UserError
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig

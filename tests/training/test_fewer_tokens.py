@@ -18,7 +18,7 @@ from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.training import best as best_module
 from fcsd.training import run as run_module
 from fcsd.training.early_stopping import EarlyStopper, Score

@@ -117,7 +117,7 @@ def test_an_error_that_all_ranks_learn_of_is_printed_by_one(
 def threads_of_a_rank(rank: int) -> tuple[int, int]:
     from accelerate.state import AcceleratorState
 
-    from fcsd.parallel.join import join_launch
+    from fcsd.parallel.launch import join_launch
 
     # the parent may have run alone before
     AcceleratorState._reset_state(reset_partial_state=True)

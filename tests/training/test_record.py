@@ -18,7 +18,7 @@ from fcsd.api.trainer import FCSDTrainer
 from fcsd.api.trainer_inputs import rows_fingerprint
 from fcsd.base.files import read_json
 from fcsd.base.writing import write_json
-from fcsd.data import dates
+from fcsd.data import rendering
 from fcsd.data.dataset import given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
@@ -205,7 +205,7 @@ def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_begin
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
     def on_day(day: int, folder: Path, steps: int) -> FCSDTrainer:
-        monkeypatch.setattr(dates, "BEGAN", datetime(2026, 11, day))
+        monkeypatch.setattr(rendering, "BEGAN", datetime(2026, 11, day))
         return FCSDTrainer(
             copy.deepcopy(model),
             FCSDConfig(str(folder), **SETTINGS | {"save_steps": 1, "max_steps": steps}),

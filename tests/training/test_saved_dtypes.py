@@ -21,7 +21,7 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors, to_dtype
 from fcsd.model.families import FAMILIES
 from fcsd.model.saved_dtypes import saved_dtypes
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.parallel.shard import shard_student
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig

@@ -10,7 +10,7 @@ import torch
 
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training import resumable as resumable_module
 from fcsd.training.arguments import Job, RecipeArguments

@@ -21,8 +21,7 @@ from transformers import TrainerCallback, TrainingArguments
 from fcsd.base.strict import validate
 from fcsd.data.config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.parallel.join import join_launch
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training import run as run_module
 from fcsd.training.arguments import Job

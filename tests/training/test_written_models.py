@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import fcsd
 from fcsd.cli.main import main
 from fcsd.model.load import load_tokenizer
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model

@@ -1,7 +1,7 @@
 """Grade one program's outputs as EvalPlus does (the rules of evalplus 0.3.1 and its
 later fix for HumanEval/32).
 
-`fcsd.evaluation.code.evalplus` sends this file's text into the sandbox, where the
+`fcsd.evaluation.code.problems` sends this file's text into the sandbox, where the
 examiner runs it; it is imported only by tests. Standard library and numpy only, and no
 name that a program could have defined is looked up.
 

@@ -12,7 +12,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import program_in
-from fcsd.evaluation.lines import texts_of
+from fcsd.evaluation.results import texts_of
 
 
 def programs_of(

@@ -2,17 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.text import Work
+from fcsd.data.rendering import chat_writer, require_chat_template
+from fcsd.data.thoughts import END_OF_PROMPT
 from fcsd.evaluation.backend import Backend, Served
-from fcsd.evaluation.code import prompts as code_prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
-from fcsd.evaluation.context import Answered, Context
 from fcsd.evaluation.datasets import dataset_location, hub_advice
-from fcsd.evaluation.progress import Work
 from fcsd.evaluation.results import code_samples
+from fcsd.evaluation.steps import Answered, Context
+from fcsd.model.load import num_positions
+from fcsd.training.generation import SAMPLING_SEED, Decoding, Question, Reader, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATED = ("test",)
 
@@ -27,7 +33,7 @@ def prepare(
     """Read the problems."""
     problems = load_problems(row, data_root)
     # Only for its errors, before a model runs: for example, a missing chat template.
-    code_prompts.prompts(tokenizer, problems[:1], row)
+    prompt_texts(tokenizer, problems[:1], row)
     facts = {"num_items_total": len(problems), "higher_is_better": True}
     return problems[:limit], facts
 
@@ -46,8 +52,8 @@ def check_server(
     row: CodeTaskConfig, items: Sequence[Problem], limit: int | None, served: Served
 ) -> None:
     """Refuse a server whose context is too short."""
-    texts = code_prompts.prompts(served.tokenizer, items, row)
-    tokens = code_prompts.prompt_tokens(served.config, served.tokenizer, texts, row)
+    texts = prompt_texts(served.tokenizer, items, row)
+    tokens = prompt_tokens(served.config, served.tokenizer, texts, row)
     num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
     served.server.refuse(served.server.context_rule(row.task, num_tokens, "completion"))
 
@@ -62,8 +68,8 @@ def run(
     """Generate `num_samples` programs a problem on all ranks, and score them on the
     first, which has the scorer.
     """
-    prompts = code_prompts.prompts(context.tokenizer, items, row)
-    answers = backend.answers(code_prompts.questions_of(backend, prompts, row))
+    prompts = prompt_texts(context.tokenizer, items, row)
+    answers = backend.answers(questions_of(backend, prompts, row))
     by_problem = [
         answers[first : first + row.num_samples]
         for first in range(0, len(answers), row.num_samples)
@@ -143,5 +149,82 @@ def prompts(
     special = not row.chat_template
     return [
         tokenizer(text, add_special_tokens=special)["input_ids"]
-        for text in code_prompts.prompts(tokenizer, problems, row)
+        for text in prompt_texts(tokenizer, problems, row)
     ]
+
+
+def prompt_texts(
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    task: CodeTaskConfig,
+) -> list[str]:
+    """Write the prompts: as one user turn through the chat template, or as plain text
+    that ends with a line break.
+    """
+    template = task.prompt_template
+    if not task.chat_template:
+        return [problem.text(template).strip() + "\n" for problem in problems]
+    if task.system_prompt:
+        first = [{"role": "system", "content": task.system_prompt}]
+    else:
+        first = []
+    turns: Any = [
+        [*first, {"role": "user", "content": problem.text(template)}]
+        for problem in problems
+    ]
+    require_chat_template(tokenizer, task)
+    # Unless told otherwise, hybrids spend their tokens on thoughts.
+    return [*map(chat_writer(tokenizer, bool(task.thinking)), turns)]
+
+
+def prompt_tokens(
+    config: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Sequence[str],
+    task: CodeTaskConfig,
+) -> list[list[int]]:
+    """Tokenize prompts, and refuse one that leaves no room for its completion."""
+    # A chat template writes its own special tokens.
+    tokens = [
+        tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"]
+        for text in texts
+    ]
+    longest = max(map(len, tokens), default=0)
+    positions = num_positions(config)
+    if positions is not None and longest + task.max_new_tokens > positions:
+        raise UserError(
+            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens"
+            f" {task.max_new_tokens} do not fit the model's {positions} positions;"
+            " lower max_new_tokens"
+        )
+    return tokens
+
+
+def questions_of(
+    backend: Backend, texts: Sequence[str], task: CodeTaskConfig
+) -> list[Question]:
+    """Return `num_samples` questions for each prompt, in their order. Their answers
+    are what follows the thoughts, up to the first stop string.
+
+    Temperature 0 is greedy. The n-th sample of all is drawn with the n-th seed, so
+    neither the batch size nor the number of ranks changes it.
+    """
+    decoding = Decoding(
+        Sampling(task.temperature, task.top_p) if task.temperature else None
+    )
+    thoughts, asked = backend.thoughts, list[Question]()
+    for prompt in prompt_tokens(backend.config, backend.tokenizer, texts, task):
+        reader = Reader(
+            thoughts,
+            str(thoughts.tokenizer.decode(prompt[-END_OF_PROMPT:])),
+            task.stop,
+            task.max_new_tokens,
+            backend.ends,
+            task.chat_template,
+            bool(task.thinking),
+            clean_up=False,
+        )
+        for _ in range(task.num_samples):
+            seed = SAMPLING_SEED + len(asked)
+            asked.append(Question(prompt, reader, seed, decoding))
+    return asked

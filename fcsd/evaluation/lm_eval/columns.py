@@ -11,7 +11,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError, errors_begin
 from fcsd.evaluation.config import Column, SuiteConfig
-from fcsd.evaluation.lines import json_lines
+from fcsd.evaluation.results import json_lines
 from fcsd.evaluation.suites import load_suite, suite_names
 
 # (what is allowed, in words; whether a value is allowed)

@@ -15,8 +15,8 @@ from lm_eval.models.utils import postprocess_generated_text
 from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.lines import texts_of
 from fcsd.evaluation.lm_eval.tasks import run_task
+from fcsd.evaluation.results import texts_of
 
 # a line's position in the file, and its contents
 Lines = Sequence[tuple[str, Mapping[str, Any]]]

@@ -24,17 +24,17 @@ from lm_eval.models.utils import (
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
-from fcsd.data.dates import dated_options
+from fcsd.data.rendering import dated_options, template_errors, tokenizer_name
 from fcsd.data.thoughts import Thoughts, thinking_options
-from fcsd.data.tokenizers import template_errors, tokenizer_name
-from fcsd.evaluation.answers import Answer, Question, Reader
-from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import KINDS, LMEvalTaskConfig
 from fcsd.parallel.ranks import input_device
 from fcsd.training.generation import (
     OVERFLOW,
     SAMPLING_SEED,
+    Answer,
     Decoding,
+    Question,
+    Reader,
     Sampling,
     batches_of,
     end_tokens,
@@ -53,7 +53,7 @@ class LanguageModel(HFLM):
     """HFLM with thoughts on or off, notes of prompts that were cut and answers that hit
     the token limit, and its bars on a terminal only.
 
-    A log has a line at the beginning of each task instead (`fcsd.evaluation.progress`).
+    A log has a line at the beginning of each task instead (`fcsd.base.text`).
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, silent: bool):

@@ -11,11 +11,12 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
-from fcsd.evaluation.lines import json_lines
-from fcsd.evaluation.lm_eval.metrics import lm_eval_key, preferred_key
+from fcsd.evaluation.config import lm_eval_key
+from fcsd.evaluation.lm_eval.definitions import preferred_key
 from fcsd.evaluation.results import (
     Samples,
     generation_settings,
+    json_lines,
     lm_eval_sample,
     mean_of,
     whole_result,

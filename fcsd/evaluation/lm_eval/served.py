@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.answers import Question
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
+from fcsd.training.generation import Question
 
 
 class ServedModel(LanguageModel):

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import errors_begin
+from fcsd.base.text import Work
+from fcsd.data.rendering import chat_writer
 from fcsd.evaluation.backend import Backend, Served
-from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, items_limit
-from fcsd.evaluation.context import Answered, Context
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import KINDS, LMEvalTaskConfig, SuiteConfig, items_limit
 from fcsd.evaluation.lm_eval import tasks
-from fcsd.evaluation.progress import Work
-from fcsd.evaluation.template import chat_writer
+from fcsd.evaluation.steps import Answered, Context
 
 Tasks = dict[str, Any]
 

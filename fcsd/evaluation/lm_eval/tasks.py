@@ -22,21 +22,25 @@ import yaml
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
+from fcsd.base.text import Work
 from fcsd.base.writing import scratch_folder
 from fcsd.data.local import fresh_cache
-from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
+from fcsd.data.rendering import require_chat_template
+from fcsd.evaluation.config import (
+    KINDS,
+    GenerationTaskConfig,
+    LMEvalTaskConfig,
+    SuiteConfig,
+)
 from fcsd.evaluation.datasets import (
     damaged_file,
     dataset_location,
     first_line,
     hub_advice,
 )
-from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
-from fcsd.evaluation.progress import Work
 from fcsd.evaluation.results import generation_settings, lm_eval_sample
-from fcsd.evaluation.template import require_chat_template
 from fcsd.model.preserve import quiet
 
 FEWSHOT_SEED = 1234  # lm-eval's default

@@ -14,8 +14,7 @@ from typing import Any
 
 from fcsd.base.stats import pooled_standard_error, standard_error
 from fcsd.base.writing import inside, write_json, write_text
-from fcsd.evaluation.kinds import KINDS
-from fcsd.evaluation.lm_eval.metrics import lm_eval_key
+from fcsd.evaluation.config import KINDS, lm_eval_key
 from fcsd.evaluation.results import text_hash
 from fcsd.evaluation.scores import by_member
 

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, Collator, next_token_targets
-from fcsd.evaluation.answers import Question, Reader
 from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
@@ -41,11 +40,18 @@ from fcsd.evaluation.own_text.text import (
 from fcsd.evaluation.results import end_of, text_hash
 from fcsd.evaluation.store import TaskStore
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
-from fcsd.model.positions import num_positions
+from fcsd.model.load import num_positions
 from fcsd.model.preserve import preserved
 from fcsd.parallel.ranks import input_device
 from fcsd.parallel.shard import whole_head
-from fcsd.training.generation import OVERFLOW, Decoding, Sampling, up_to_end
+from fcsd.training.generation import (
+    OVERFLOW,
+    Decoding,
+    Question,
+    Reader,
+    Sampling,
+    up_to_end,
+)
 from fcsd.training.losses.fused import Head, fused_linear_loss
 from fcsd.training.losses.head import batch_hidden, head_logits
 from fcsd.training.losses.heldout_kl import evaluating, read_rows

@@ -15,13 +15,13 @@ from fcsd.data.chat import check_text
 from fcsd.data.config import SourceConfig
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.messages import BadExample
+from fcsd.data.rendering import chat_writer, require_chat_template
 from fcsd.data.sources import columns_of, open_source
 from fcsd.data.template import message_form_of
 from fcsd.data.tokens import token_ids
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.results import text_hash
-from fcsd.evaluation.template import chat_writer, require_chat_template
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd.base.text import Work
 from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig, SuiteConfig
-from fcsd.evaluation.context import Answered, Context
 from fcsd.evaluation.own_text.text import facts_of
-from fcsd.evaluation.progress import Work
+from fcsd.evaluation.steps import Answered, Context
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.prompts import Prompt

@@ -29,6 +29,7 @@ from fcsd.base.weights import (
     INDEX,
     WEIGHTS,
     WeightFiles,
+    check_contents,
     find_weights,
     is_config_only,
     stale_index,
@@ -36,7 +37,6 @@ from fcsd.base.weights import (
 )
 from fcsd.base.writing import home, is_empty
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
-from fcsd.model.connectivity.contents import check_contents
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
     FAMILIES,

@@ -33,13 +33,13 @@ from fcsd.data.config import (
 )
 from fcsd.data.local import FILE_FORMATS, local_place, making_of
 from fcsd.evaluation.config import (
+    KINDS,
     CodeTaskConfig,
     LMEvalTaskConfig,
     OwnTextTaskConfig,
     SuiteConfig,
     TaskConfig,
 )
-from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.evaluation.suites import load_suite, suite_names

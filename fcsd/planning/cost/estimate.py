@@ -9,10 +9,10 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.rows import MOST_WORKERS
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import KINDS
 from fcsd.model.families import expert_counts
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.gathered import fits_whole
+from fcsd.parallel.ranks import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import (

@@ -8,8 +8,13 @@ from pydantic import Field
 from fcsd.base.errors import Rule
 from fcsd.base.strict import like, option
 from fcsd.data.config import DataConfig, SourceConfig, source_option
-from fcsd.evaluation.config import EvaluationConfig, LayerStudyConfig, Side, SuiteConfig
-from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.config import (
+    KINDS,
+    EvaluationConfig,
+    LayerStudyConfig,
+    Side,
+    SuiteConfig,
+)
 from fcsd.evaluation.study import ModelStudy
 from fcsd.evaluation.suites import named_tasks
 from fcsd.model.config import ConnectivityConfig

@@ -38,8 +38,8 @@ from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset, heldout_fingerprint, heldout_rows
-from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint
+from fcsd.data.rendering import TEMPLATE_DATE
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.datasets import test_set_fingerprints
 from fcsd.evaluation.own_text.measure import Original
@@ -53,9 +53,8 @@ from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_checkpoint, to_device
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.ranks import Ranks
-from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.pairs import (
     HiddenStates,

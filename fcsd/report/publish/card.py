@@ -37,8 +37,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, sandbox_text, settings_line
 from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
-from fcsd.report.units import is_distance
-from fcsd.report.verdict import quick_look, verdict_lines
+from fcsd.report.verdict import is_distance, quick_look, verdict_lines
 from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import (
     CARD,

@@ -12,7 +12,7 @@ from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
-from fcsd.model.finite import refuse_not_finite
+from fcsd.model.load import refuse_not_finite
 from fcsd.model.quantised.methods import model_quantisation
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk

@@ -21,9 +21,8 @@ from fcsd.data.batches import NO_LOSS
 from fcsd.data.dataset import heldout_rows
 from fcsd.model.families import expert_counts, row_width
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.place import check_device_map, load_for_evaluation
-from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.planning.network.links import read_links
 from fcsd.planning.network.simulate import Payload
 from fcsd_steering.config import RoutingStudy

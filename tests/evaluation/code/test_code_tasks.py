@@ -12,9 +12,9 @@ from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.code import scorer as scorer_module
 from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
-from fcsd.evaluation.code.prompts import prompts, questions_of
 from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.code.steps import prompts, questions_of
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.parallel.ranks import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer

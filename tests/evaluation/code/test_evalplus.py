@@ -8,9 +8,8 @@ from typing import Any
 import numpy
 import pytest
 
-from fcsd.evaluation.code.evalplus import grading, num_base_inputs
 from fcsd.evaluation.code.oracle import fcsd_grade
-from fcsd.evaluation.code.problems import read_problems
+from fcsd.evaluation.code.problems import grading, num_base_inputs, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.results import pass_at_k
 from tests.evaluation.rows import humaneval_row, mbpp_row, write_repository

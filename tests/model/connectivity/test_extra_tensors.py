@@ -19,7 +19,7 @@ from fcsd.model.connectivity import (
     unconvert_checkpoint,
 )
 from fcsd.model.connectivity.export import export_checkpoint
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
 from tests.support import few, user_error

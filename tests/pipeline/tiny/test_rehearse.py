@@ -29,7 +29,7 @@ from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evalua
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
-from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import join_launch
 from fcsd.pipeline import distill, pretrain, run, trace
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer

@@ -1,5 +1,5 @@
-"""Fix the date that chat templates write (`strftime_now`: gpt-oss, Llama 3.2 and
-others).
+"""Write messages through a chat template: fix the date that it writes (`strftime_now`:
+gpt-oss, Llama 3.2 and others), and name the tokenizer in its errors.
 
 An evaluation writes `TEMPLATE_DATE`; otherwise the prompts for the same model would
 change every day, and at midnight within one run. Results record the date. Held-out rows
@@ -11,11 +11,15 @@ Not covered: a date that a template takes from another variable (`date_string`),
 data may set.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_seal, read_json, write_sealed
+from fcsd.data.thoughts import thinking_options
 
 TEMPLATE_DATE = datetime(2025, 1, 1)
 BEGAN = datetime.now()
@@ -84,3 +88,75 @@ def note_date(file: Path) -> datetime:
     if not file.is_file():
         write_sealed(file, {NOTED: date.isoformat()})
     return date
+
+
+@contextlib.contextmanager
+def template_errors(name: str, subject: str) -> Iterator[None]:
+    """Turn errors of a chat template, or of jinja2 about it, into a UserError.
+
+    subject: names the input that the template was applied to.
+    """
+    from jinja2 import TemplateError
+
+    # Expressions in a template raise Python's own errors.
+    expression_errors = (
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        ValueError,
+        RecursionError,
+    )
+    try:
+        yield
+    except (TemplateError, *expression_errors) as error:
+        raise UserError(
+            f"{name}: its chat template refuses {subject}: {one_line(error)}"
+        ) from error
+
+
+def tokenizer_name(tokenizer: Any) -> str:
+    """Name a tokenizer in an error: by its folder, or by its class if it has none."""
+    return (
+        "tokenizer"
+        f" {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}"
+    )
+
+
+def require_chat_template(tokenizer: Any, row: Any) -> None:
+    """Refuse a task, a suite's row, that wants a chat template where the tokenizer has
+    none.
+    """
+    if row.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"task {row.task}: chat_template: true, but the tokenizer has no chat"
+            " template; set chat_template: false for this task or add a chat template"
+            " to the tokenizer"
+        )
+
+
+def chat_writer(tokenizer: Any, thinking: bool) -> Callable[..., str]:
+    """Return what renders turns as text, as lm-eval's model in memory does: it takes
+    them, whether a generation prompt follows (without, the last turn is left open), and
+    options of the template, and tools, that the data have.
+
+    thinking: asks a hybrid model for thoughts or for none; other templates ignore it.
+    """
+    name = tokenizer_name(tokenizer)
+    options = {**dated_options(tokenizer), **thinking_options(tokenizer, thinking)}
+
+    def write(
+        turns: list[dict[str, str]], add_generation_prompt: bool = True, **given: Any
+    ) -> str:
+        ending = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        with template_errors(name, "a prompt"):
+            return str(
+                tokenizer.apply_chat_template(
+                    turns, tokenize=False, **options | ending | given
+                )
+            )
+
+    return write

@@ -10,10 +10,10 @@ import pytest
 import transformers.utils.chat_template_utils as clock
 
 from fcsd.data.chat import tokenize_examples
-from fcsd.data.dates import BEGAN, dated
+from fcsd.data.rendering import BEGAN, dated
 from fcsd.evaluation.chat.chat import Speaker
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.prompts import prompts
+from fcsd.evaluation.code.steps import prompts
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
 from fcsd.evaluation.items import suite_prompts
 from fcsd.evaluation.scores import compare

@@ -17,13 +17,12 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.prompts import prompts
+from fcsd.evaluation.code.steps import prompts
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.evaluation.lm_eval import chosen
-from fcsd.evaluation.lm_eval.chosen import chosen_suite
+from fcsd.evaluation.lm_eval import definitions
 from fcsd.evaluation.lm_eval.packages import tasks_folder
 from fcsd.evaluation.lm_eval.tasks import _prediction, load_task
-from fcsd.evaluation.suites import changed_suite, load_suite
+from fcsd.evaluation.suites import changed_suite, chosen_suite, load_suite
 from fcsd.training.generation import first_stop
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
 from tests.support import few, user_error
@@ -76,7 +75,7 @@ def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
             "lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py")
         )
         # which is kept for the next test
-        monkeypatch.setattr(chosen, "_every", chosen._every.__wrapped__)
+        monkeypatch.setattr(definitions, "_every", definitions._every.__wrapped__)
     with user_error(
         r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them"
     ) as error:
@@ -95,9 +94,11 @@ def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("arc", "hellaswag", "gsm8k", "winogrande", "wikitext", "glue", "mmlu/default", "benchmarks/openllm.yaml",
              "truthfulqa", "blimp_nl")  # fmt: skip
     folders = [tasks_folder() / name for name in names]
-    index = chosen._index(folders[:7] + folders[8:], defaults=False)
-    openllm = chosen._index([tasks_folder() / "benchmarks"], defaults=False)["openllm"]
-    monkeypatch.setattr(chosen, "_every", lambda: {**index, "openllm": openllm})
+    index = definitions.read_definitions(folders[:7] + folders[8:], defaults=False)
+    openllm = definitions.read_definitions(
+        [tasks_folder() / "benchmarks"], defaults=False
+    )["openllm"]
+    monkeypatch.setattr(definitions, "_every", lambda: {**index, "openllm": openllm})
 
 
 @pytest.mark.usefixtures("few_folders")

@@ -1,10 +1,10 @@
-"""Make a suite of tasks that are named on the command line: rows of a suite, or
-lm-eval's tasks with its own settings.
+"""Make rows of a suite from the definitions of lm-eval's tasks, or of the user's, with
+their own settings.
 
 A group whose tasks have the same settings is one row; a tag, a pattern (`mmlu_*`) and
 any other group become one row for each of their tasks.
 
-Not covered: code tasks that no suite has; lm-eval would run their programs unguarded.
+Not covered: code tasks; lm-eval would run their programs unguarded.
 """
 
 import contextlib
@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, refuse
-from fcsd.base.strict import did_you_mean, validate
-from fcsd.evaluation.config import SuiteConfig, TaskBase
-from fcsd.evaluation.lm_eval.metrics import FILTERS, METRICS, preferred
+from fcsd.base.strict import did_you_mean
 from fcsd.evaluation.lm_eval.packages import tasks_folder
 from fcsd.model.preserve import quiet
+
+METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
+
+FILTERS = ("flexible-extract", "none", "strict-match")
+"""Those that are preferred, in this order, where nothing else chooses."""
 
 _FEW = 40  # an error lists the tasks up to this number
 
@@ -30,63 +33,12 @@ _DEFAULTS = {
     "loglikelihood": ("acc",),
     "generate_until": ("exact_match",),
 }
+
 # Keys by which a group may change one of its tasks and a row of a suite can, too.
 _CHANGES = {"task", "task_alias", "alias", "group_alias", "tag", "num_fewshot"}
 
 
-def chosen_suite(
-    names: Sequence[str], suite: SuiteConfig, include_path: Path | None = None
-) -> SuiteConfig:
-    """Return the tasks with these names: the suite's row if it has one, otherwise
-    lm-eval's definition.
-
-    include_path: a folder with the user's task definitions, which precede lm-eval's and
-    the suite's rows.
-    """
-    if include_path is not None and not include_path.is_dir():
-        raise UserError(f"{include_path}: no such folder (include path)")
-    rows = {row.task: row for row in suite.tasks}
-    tasks: list[TaskBase | dict[str, Any]] = []
-    if include_path is not None:
-        user_tasks = _index([include_path], defaults=False)
-    else:
-        user_tasks = {}
-    # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
-    for name in names:
-        if name in user_tasks:
-            tasks += _rows(name, user_tasks, include_path)
-        elif name in rows:
-            tasks.append(rows[name])
-        else:
-            tasks += _rows(name, _lm_evals(name), None, [*rows, *user_tasks])
-    # Two names may stand for the same task: a group and one of its members.
-    by_name = {
-        row.task if isinstance(row, TaskBase) else row["task"]: row for row in tasks
-    }
-    tasks = list(by_name.values())
-    # tasks that the user named count
-    if not any(_is_headline(row) for row in tasks):
-        tasks = [_as_headline(row) for row in tasks]
-    where = f"--tasks {','.join(names)}"
-    selection = validate(
-        SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": tasks}, where
-    )
-    return selection.model_copy(
-        update={"folder": suite.folder, "columns": suite.columns}
-    )
-
-
-def _is_headline(row: TaskBase | dict[str, Any]) -> bool:
-    return row.headline if isinstance(row, TaskBase) else row.get("headline", True)
-
-
-def _as_headline(row: TaskBase | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(row, TaskBase):
-        row = row.model_dump(mode="json", exclude_unset=True)
-    return row | {"headline": True}
-
-
-def _lm_evals(name: str) -> dict[str, Any]:
+def definitions_of(name: str) -> dict[str, Any]:
     """Read the definitions of lm-eval's folder that the name begins with; all 14,000
     take 10 s.
     """
@@ -96,7 +48,7 @@ def _lm_evals(name: str) -> dict[str, Any]:
         if path.is_dir() and name.startswith(path.name)
     ]
     for folder in sorted(folders, key=lambda path: -len(path.name)):
-        if name in (definitions := _index([folder], defaults=False)):
+        if name in (definitions := read_definitions([folder], defaults=False)):
             # The members of a group may lie in other folders.
             with contextlib.suppress(UserError):
                 list(_leaves(name, name, definitions))
@@ -106,10 +58,15 @@ def _lm_evals(name: str) -> dict[str, Any]:
 
 @cache
 def _every() -> dict[str, Any]:
-    return _index([], defaults=True)
+    return read_definitions([], defaults=True)
 
 
-def _index(folders: Sequence[Path | None], *, defaults: bool) -> dict[str, Any]:
+def read_definitions(
+    folders: Sequence[Path | None], *, defaults: bool
+) -> dict[str, Any]:
+    """Index the tasks that are defined in these folders, and, if `defaults`, in
+    lm-eval's own.
+    """
     with quiet():
         from lm_eval.tasks import TaskManager
 
@@ -119,7 +76,7 @@ def _index(folders: Sequence[Path | None], *, defaults: bool) -> dict[str, Any]:
         )
 
 
-def _rows(
+def rows_of(
     name: str, index: dict[str, Any], root: Path | None, more_names: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Build the rows of one name: of a task, a group, a tag or a pattern."""
@@ -131,7 +88,7 @@ def _rows(
         )
         if not found:
             raise UserError(f"task {name}: no task of lm-eval has such a name")
-        return [row for other in found for row in _rows(other, index, root)]
+        return [row for other in found for row in rows_of(other, index, root)]
     entry = index.get(name)
     if entry is None:
         suggestion = did_you_mean(name, [*index, *more_names])
@@ -149,7 +106,7 @@ def _rows(
         return [
             row
             for other in sorted(index[name].tags)
-            for row in _rows(other, index, root)
+            for row in rows_of(other, index, root)
         ]
     leaves = list(_leaves(name, name, index))
     made = [_settings(name, *leaf) for leaf in leaves]
@@ -176,7 +133,7 @@ def _rows(
                 " another definition, or give your own with --include-path"
             )
         shots = {key: value for key, value in changes.items() if key == "num_fewshot"}
-        rows += [row | shots for row in _rows(other, index, root)]
+        rows += [row | shots for row in rows_of(other, index, root)]
     return rows
 
 
@@ -284,3 +241,13 @@ def _include(folder: str, root: Path | None) -> str:
     if root is not None:
         return str(Path(folder).resolve())
     return os.path.relpath(folder, tasks_folder())
+
+
+def preferred(names: Sequence[str], order: Sequence[str]) -> str:
+    """Return the first of `order` that is among the names, else the first name."""
+    return next((name for name in order if name in names), names[0])
+
+
+def preferred_key(keys: Sequence[str]) -> str:
+    """Return the preferred of these keys, by its metric first, else the first key."""
+    return preferred(keys, [f"{m},{f}" for m in METRICS for f in FILTERS])
