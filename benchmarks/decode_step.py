@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode_devices import ALL_REDUCE, TRACED, Gpu, Rehearsal
 from benchmarks.decode_rank import ATTENTION, Rank, shape_of
-from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.inspect.shipped import CONFIGS
 from fcsd.parallel.overlap.measure import from_trace
 from fcsd.planning.cost.measured import Times, write_times

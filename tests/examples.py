@@ -8,7 +8,7 @@ import numpy as np
 from fcsd.data.batches import row_of
 from fcsd.data.chat import tokenize_examples
 from fcsd.data.messages import BadExample
-from fcsd.data.rows import first_fit
+from fcsd.data.write_rows import first_fit
 
 
 def tokenize_example(

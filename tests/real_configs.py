@@ -6,7 +6,7 @@ from typing import Any
 
 from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, read_config
-from fcsd.model.connectivity.modeling import base_config_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import Family
 from fcsd.model.inspect.shipped import CONFIGS
 from tests.support import skip_unavailable
@@ -26,4 +26,4 @@ def real_config(name: str, folder: Path) -> tuple[Family, Any]:
     """
     family = read_config(real_folder(name, folder))[1]
     assert family is not None
-    return family, base_config_class(family).from_pretrained(folder)
+    return family, classes_of(family).config.from_pretrained(folder)

@@ -34,7 +34,7 @@ from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.model.preserve import preserved
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -52,7 +52,7 @@ def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
     configuration of its model.
     """
     from benchmarks.overlap.models import config_of
-    from fcsd.model.config import ConnectivityConfig
+    from fcsd.model.connectivity.spec import ConnectivityConfig
     from fcsd.parallel.overlap.measure import median_times
     from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 

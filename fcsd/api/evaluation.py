@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from fcsd.base.errors import UserError, check_kind, kind_of
+from fcsd.base.errors import UserError, kind_of
+from fcsd.base.strict import check_kind
 from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
-from fcsd.evaluation.results import Samples, read_result, save_result
+from fcsd.evaluation.results import Samples, TaskStore, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.store import TaskStore
 from fcsd.evaluation.suites import chosen_suite, load_suite
 from fcsd.model.load import refuse_not_finite, tokenizer_of
 from fcsd.model.preserve import preserved

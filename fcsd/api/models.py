@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
-from fcsd.base.errors import UserError, check_kind, kind_of, one_line
+from fcsd.base.errors import UserError, kind_of, one_line
+from fcsd.base.strict import check_kind
 from fcsd.model.connectivity import Connectivity, Selection
 from fcsd.model.connectivity.convert import convert_model, unconvert_model
 from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
@@ -168,10 +169,10 @@ def calibrate(
 def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     import torch
 
-    from fcsd.data.bad_rows import BadRows
     from fcsd.data.batches import ROW_FEATURES
     from fcsd.data.counts import tell_examples
     from fcsd.data.dataset import given_rows
+    from fcsd.data.write_rows import BadRows
 
     is_iterable = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
     first = None
@@ -315,7 +316,7 @@ def load(
         UserError: something is missing, damaged or does not fit
             (`fcsd.model.connectivity.load_model`); values are NaN or infinite.
     """
-    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.spec import ModelConfig
 
     check_kind(
         "path", path, str | Path, "the path of a checkpoint, or owner/name on the Hub,"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, check_kind, kind_of, refuse
-from fcsd.base.strict import did_you_mean
+from fcsd.base.errors import UserError, kind_of
+from fcsd.base.strict import check_kind, did_you_mean, refuse
 from fcsd.base.writing import release_folders
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching

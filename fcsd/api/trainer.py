@@ -31,7 +31,8 @@ from fcsd.api.trainer_inputs import (
     training_rules,
 )
 from fcsd.base.artifact import ADAPTER
-from fcsd.base.errors import UserError, refuse
+from fcsd.base.errors import UserError
+from fcsd.base.strict import refuse
 from fcsd.base.writing import new_folder
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes

@@ -21,14 +21,15 @@ from transformers import (
     TrainerCallback,
 )
 
-from fcsd.base.errors import Rule, UserError, kind_of, one_line, refuse, wrong_kind
+from fcsd.base.errors import UserError, kind_of, one_line
+from fcsd.base.strict import Rule, refuse, wrong_kind
 from fcsd.base.writing import check_folder_place
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
 from fcsd.data.rendering import BEGAN, TEMPLATE_DATE, noted_date, writes_date
-from fcsd.data.rows import PackedRows, default_workers
+from fcsd.data.rows import PackedRows, step_rows
+from fcsd.data.write_rows import BadRows, default_workers
 from fcsd.model.autocast import computing_dtype
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import (
@@ -39,11 +40,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.spec import changed_by, field_text
 from fcsd.model.dtypes import dtype_of, is_in_dtype, without_storage
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.families.structure import (
-    output_head,
-    refuse_adapters,
-    refuse_offloaded,
-)
+from fcsd.model.families.structure import output_head, refuse_adapters, refuse_offloaded
 from fcsd.model.load import (
     ModelFolder,
     check_positions,
@@ -66,9 +63,8 @@ from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import TrainingInputs, check_student
 from fcsd.training.python_words import python_words
 from fcsd.training.record import RECORD_FILE
-from fcsd.training.row_order import step_rows
 from fcsd.training.teachers.base import Teacher
-from fcsd.training.teachers.check import (
+from fcsd.training.teachers.load import (
     check_teacher_folder,
     refuse_copy_of_student,
     refuse_other_tokenizer,

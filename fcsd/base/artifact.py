@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_seal,
     checkpoint_files,
@@ -37,6 +37,7 @@ from fcsd.base.files import (
     read_sealed,
     sealed,
 )
+from fcsd.base.strict import Rule, refuse
 from fcsd.base.weights import weights_fingerprint
 from fcsd.base.writing import check_folder_place, files_below, is_empty, write_json
 

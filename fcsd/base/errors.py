@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 TOKEN = re.compile(
@@ -83,32 +83,6 @@ class UserError(Exception):
         super().__init__(without_credentials(message))
 
 
-Rule = tuple[Any, str | Callable[..., str | None]]
-"""What may not be, and the message.
-
-What may not be is a fact, or a function that tells it of some values; the message is a
-text, in which `{0}` is the first of these values, or a function of them.
-"""
-
-
-def broken(rules: Iterable[Rule], *values: Any) -> str | None:
-    """Return the message of the first rule that values break; None: they break none."""
-    for fact, message in rules:
-        if fact(*values) if callable(fact) else fact:
-            if not isinstance(message, str):
-                return message(*values)
-            return message.format(*values) if values else message
-    return None
-
-
-def refuse(*rules: Rule, of: tuple[Any, ...] = (), where: str = "") -> None:
-    """Raise UserError with the message of the first rule that the values `of` break;
-    `where` is the beginning of the message.
-    """
-    if (message := broken(rules, *of)) is not None:
-        raise UserError(f"{where}{message}")
-
-
 @contextlib.contextmanager
 def errors_begin(where: str) -> Iterator[None]:
     """Begin the message of a UserError in this block with a text: a file, or a key."""
@@ -158,20 +132,6 @@ def kind_of(value: Any) -> str:
     # but a Path.
     letters = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
     return f"{'an' if name[0] in letters else 'a'} {name}"
-
-
-def wrong_kind(name: str, value: Any, kinds: Any, expected: str) -> Rule:
-    """Return the rule that an argument is of one of these kinds.
-
-    expected: the accepted kinds in words, with their article.
-    """
-    message = f"{name}: {kind_of(value)}; {expected} is needed"
-    return not isinstance(value, kinds), message
-
-
-def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Raise UserError where `wrong_kind` says so."""
-    refuse(wrong_kind(name, value, kinds, expected))
 
 
 _NO_MEMORY = (

@@ -1,6 +1,6 @@
 """Strict records: unknown keys are errors with a suggestion, and messages name the file
-and the key; also unions of records that one key tells apart (an objective, a teacher, a
-suite's task).
+and the key; rules of what may not be, each with its message; unions of records that one
+key tells apart (an objective, a teacher, a suite's task).
 
 Recipes and suites are both read through this module, so that their errors read alike.
 
@@ -10,7 +10,7 @@ Not covered: unions that are tried one after another (`int | Literal["auto"]`).
 import difflib
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
@@ -39,14 +39,47 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from fcsd.base.errors import (
-    CREDENTIALS,
-    Rule,
-    UserError,
-    broken,
-    places_of_credentials,
-)
+from fcsd.base.errors import CREDENTIALS, UserError, kind_of, places_of_credentials
 from fcsd.base.writing import check_path, home
+
+Rule = tuple[Any, str | Callable[..., str | None]]
+"""What may not be, and the message.
+
+What may not be is a fact, or a function that tells it of some values; the message is a
+text, in which `{0}` is the first of these values, or a function of them.
+"""
+
+
+def broken(rules: Iterable[Rule], *values: Any) -> str | None:
+    """Return the message of the first rule that values break; None: they break none."""
+    for fact, message in rules:
+        if fact(*values) if callable(fact) else fact:
+            if not isinstance(message, str):
+                return message(*values)
+            return message.format(*values) if values else message
+    return None
+
+
+def refuse(*rules: Rule, of: tuple[Any, ...] = (), where: str = "") -> None:
+    """Raise UserError with the message of the first rule that the values `of` break;
+    `where` is the beginning of the message.
+    """
+    if (message := broken(rules, *of)) is not None:
+        raise UserError(f"{where}{message}")
+
+
+def wrong_kind(name: str, value: Any, kinds: Any, expected: str) -> Rule:
+    """Return the rule that an argument is of one of these kinds.
+
+    expected: the accepted kinds in words, with their article.
+    """
+    message = f"{name}: {kind_of(value)}; {expected} is needed"
+    return not isinstance(value, kinds), message
+
+
+def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Raise UserError where `wrong_kind` says so."""
+    refuse(wrong_kind(name, value, kinds, expected))
 
 
 class Strict(BaseModel):
@@ -290,6 +323,7 @@ FolderPath = Annotated[str, AfterValidator(_folder)]
 """A path that a folder can have (`check_path`), with `~` replaced."""
 
 Document = TypeVar("Document", bound=BaseModel)
+
 _TYPES = {
     "int",
     "str",

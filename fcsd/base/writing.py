@@ -27,7 +27,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fcsd.base.errors import SCHEME, Rule, UserError, refuse
+from fcsd.base.errors import SCHEME, UserError
 
 
 @contextlib.contextmanager
@@ -345,23 +345,6 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-_FILES: tuple[Rule, ...] = (
-    (lambda path, _: path.is_dir(), "{0}: is a folder; name the file to write"),
-    (
-        lambda _, parent: not parent.is_dir(),
-        "{0}: is in a folder that does not exist; name the file to write",
-    ),
-    (
-        lambda _, parent: _why_not_writable(parent),
-        lambda path, parent: (
-            f"{path}: its folder is not writable ({_why_not_writable(parent)}); name"
-            " another place"
-        ),
-    ),
-)
-"""Of the path of a new file, and its folder."""
-
-
 def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     """Refuse a path at which no result file can be written, before the work that
     produces it.
@@ -374,7 +357,17 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
             exist or may not be written.
     """
     check_path(path)
-    refuse(*_FILES, of=(path, path.absolute().parent))
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name the file to write")
+    if not folder.is_dir():
+        raise UserError(
+            f"{path}: is in a folder that does not exist; name the file to write"
+        )
+    if reason := _why_not_writable(folder):
+        raise UserError(
+            f"{path}: its folder is not writable ({reason}); name another place"
+        )
     if path.exists():
         try:
             # Only a file of the same kind may be replaced.

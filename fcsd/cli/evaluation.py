@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.base.errors import UserError, refuse
-from fcsd.base.terminal import show
+from fcsd.base.errors import UserError
+from fcsd.base.text import show
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -24,7 +24,7 @@ from fcsd.cli.options import (
 
 if TYPE_CHECKING:
     from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
-    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.spec import ModelConfig
 
 
 def _evaluate(arguments: Namespace) -> None:
@@ -49,6 +49,7 @@ def _evaluate(arguments: Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
+    from fcsd.evaluation.results import read_numbers
     from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
     from fcsd.model.load import find_model
     from fcsd.parallel.place import check_device_map, check_overlap_of
@@ -73,13 +74,13 @@ def _evaluate(arguments: Namespace) -> None:
         server_check=not arguments.no_server_check,
         original=original,
     )
-    run_evaluation(evaluation, arguments.output, launch)
+    result = run_evaluation(evaluation, arguments.output, launch)
     if not launch.first:
         return
     if arguments.json:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
-        show(result_table(arguments.output))
+        show(result_table(result or read_numbers(arguments.output)))
 
 
 # Options of a file of samples alone, and those that a model and a file share.
@@ -96,7 +97,7 @@ _FOR_SAMPLES = frozenset(
 def _model_and_config(arguments: Namespace) -> tuple[ModelConfig, EvaluationConfig]:
     """Return the model and the settings that the options describe."""
     from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.spec import ModelConfig
 
     options = vars(arguments)
     places = {
@@ -112,6 +113,7 @@ def _model_and_config(arguments: Namespace) -> tuple[ModelConfig, EvaluationConf
 
 
 def _server(arguments: Namespace) -> ServerConfig | None:
+    from fcsd.base.strict import refuse
     from fcsd.evaluation.config import EvaluationConfig, ServerConfig
 
     if arguments.server is None:

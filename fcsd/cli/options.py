@@ -20,7 +20,7 @@ from typing import (
     get_origin,
 )
 
-from fcsd.base.terminal import show
+from fcsd.base.text import show
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -155,7 +155,7 @@ def model_argument(
     """Add MODEL and the options that locate it; config_only: the command reads the
     config alone, so there is no --trust-remote-code.
     """
-    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.spec import ModelConfig
 
     parser.add_argument(
         "model",
@@ -224,7 +224,7 @@ def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) ->
     layers: the default of --layers; None where an absent option must be told from
     `all` (see `connectivity_of`).
     """
-    from fcsd.model.config import ConnectivityConfig
+    from fcsd.model.connectivity.spec import ConnectivityConfig
 
     help = (
         "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5"

@@ -2,13 +2,15 @@
 plan, layers, plan-layers.
 """
 
+from __future__ import annotations
+
 import os
 from argparse import ArgumentParser, Namespace, _ActionsContainer
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.writing import check_file_place
 from fcsd.cli.options import (
     Command,
@@ -22,6 +24,9 @@ from fcsd.cli.options import (
     task_arguments,
     text_argument,
 )
+
+if TYPE_CHECKING:
+    from fcsd.base.strict import Rule
 
 _MACHINE = ("gpu", "nodes", "gpus_per_node", "network_gb_s")
 
@@ -110,6 +115,7 @@ def _sweep_rules(
 
 def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
     """Plan for each value of `--sweep`."""
+    from fcsd.base.strict import refuse
     from fcsd.pipeline.plan import sweep_plans
     from fcsd.planning.cost.settings import PlanSettings
     from fcsd.planning.cost.table import sweep_table
@@ -339,7 +345,7 @@ def _has_machine(arguments: Namespace) -> bool:
 
 def _layers_options(parser: ArgumentParser) -> None:
     from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.spec import ModelConfig
     from fcsd.planning.layers.settings import Study
 
     model_argument(parser)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
-from fcsd.base.terminal import show
+from fcsd.base.text import show
 from fcsd.base.writing import new_folder
 from fcsd.cli.options import (
     SEVERAL,
@@ -30,6 +30,7 @@ from fcsd.cli.options import (
 from fcsd.recipe.layout import STAGES, VARIANT_STAGES
 
 if TYPE_CHECKING:
+    from fcsd.base.strict import Rule
     from fcsd.pipeline.context import Run
     from fcsd.recipe.recipe import Recipe
 
@@ -98,6 +99,8 @@ def _distill(arguments: Namespace) -> None:
 
 
 def _run_all(arguments: Namespace) -> None:
+    from fcsd.base.strict import refuse
+
     refuse(*_run_rules(arguments))
     if arguments.show_rows is not None:
         from fcsd.data.show import check_number

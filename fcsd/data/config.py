@@ -4,9 +4,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.base.errors import Rule
 from fcsd.base.files import parse_yaml
-from fcsd.base.strict import Strict, option, validate
+from fcsd.base.strict import Rule, Strict, option, validate
 from fcsd.data.columns import Column, check_meanings
 
 _MESSAGES: dict[Column, str] = {"messages": "messages"}

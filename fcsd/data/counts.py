@@ -2,7 +2,7 @@
 that do not.
 
 Not covered: the list of examples that were left out, with reasons
-(`fcsd.data.bad_rows`, `fcsd.data.decontaminate`).
+(`fcsd.data.write_rows`, `fcsd.data.decontaminate`).
 """
 
 from __future__ import annotations

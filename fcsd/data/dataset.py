@@ -27,22 +27,22 @@ import datasets
 import numpy as np
 
 from fcsd.base.errors import UserError, kind_of, one_line
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS, ROW_FEATURES
 from fcsd.data.columns import check_meanings, column_meanings, refuse_unread
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.local import data_fingerprint, scratch
 from fcsd.data.rendering import TEMPLATE_DATE, tokenizer_name
-from fcsd.data.rows import Layout, PackedRows, write_rows
-from fcsd.data.shards import Tokenizing
-from fcsd.data.sources import GivenSource, Source
-from fcsd.data.values import (
+from fcsd.data.rows import Layout, PackedRows, Tokenizing
+from fcsd.data.sources import (
+    GivenSource,
+    Source,
     changed,
     decoding,
     has_mapping,
     json_text,
     null_removal,
 )
+from fcsd.data.write_rows import BadRows, write_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,99 +1,261 @@
-"""Rows of a mixture: which examples of the sources' shards share a row, written once
-and mapped by every rank.
+"""Tokens on the disk, which every rank maps: shards, each with the tokenized examples of
+one piece of a source, and the rows of a mixture, which say what examples share a row.
 
-The order of a source's examples is a permutation that the seed decides, that of a
-mixture the draws of the same seed; rows are filled in this order, and a training
-permutes the rows by its own seed and epoch. All of it is as in `datasets` 5.2
-(`shuffle`, `interleave_datasets` with `all_exhausted`), computed from the examples'
-numbers alone.
-
-    FOLDER/SOURCE/00000.safetensors …   tokens (`fcsd.data.shards`); end.json once the source has been read to its end
+    FOLDER/SOURCE/00000.safetensors …   a shard; end.json once the source has been read to its end
+        ids          int32 (tokens,)    of all examples, one after another
+        loss         bool  (tokens,)    whether to predict a token
+        ends         int64 (examples,)  the end of each example in these
+        first_loss   int32 (examples,)  its first token that can be predicted; NONE: there is none; BAD: not tokenized
     FOLDER/rows-KEY.safetensors         first: (rows + 1,) where in `examples` a row begins; examples: their numbers,
                                         counted through all shards; how many were read, cut, and left out
+
+Examples that overlap with a test item are left out; the metadata of a shard record
+them. `fcsd.data.write_rows` writes both.
+
+A training reads rows in whole steps, in every epoch with different rows left out
+(`EpochRows`). Before the first step the rows that are never read are reported, together
+with the fate of the examples (`fcsd.data.counts`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import hashlib
-import itertools
+import functools
 import json
-import multiprocessing
 import os
-import warnings
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.data_loader import SeedableRandomSampler
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch.utils.data import RandomSampler, Sampler, Subset
 
-from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
-from fcsd.base.helper import obey_only_parent
-from fcsd.base.memory import check_shared_memory
-from fcsd.base.text import progress_bar
-from fcsd.base.writing import write_json
-from fcsd.data.bad_rows import BadRows
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import arrays_fingerprint, check_regular, file_state
+from fcsd.base.writing import file_beside, writing
 from fcsd.data.batches import row_of
-from fcsd.data.counts import ExampleCounts, no_rows
-from fcsd.data.reading import Piece, read_pieces
-from fcsd.data.shards import (
-    Counted,
-    Shard,
-    Tokenizing,
-    Tokens,
-    count_shard,
-    keep_whole,
-    write_arrays,
-)
-from fcsd.data.sources import Source, open_source
+from fcsd.data.counts import ExampleCounts
+from fcsd.data.rendering import BEGAN
+from fcsd.data.sources import Change
 
-_DRAWN = 1000  # random numbers at a time
-_FORMAT = 2  # of what is written
-_OPEN_ROWS = 64
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+if TYPE_CHECKING:
+    from fcsd.data.decontaminate import Decontaminator
 
 
-def first_fit(
-    lengths: Iterable[int],
-    max_length: int,
-    *,
-    packing: bool = True,
-    num_open_rows: int = _OPEN_ROWS,
-) -> Iterator[list[int]]:
-    """Yield, for each row of `max_length` tokens, the numbers of the examples in it.
+MEANING = 3  # version of the reading of examples; tokens of an earlier one are not used
 
-    An example goes into the first open row that has room, else into a new one; when
-    more than `num_open_rows` are open, the oldest is closed. With packing=False each
-    example has its own row. Examples of length 0 are left out.
+NONE, BAD = -1, -2
+
+_RECORD = "record"
+
+Tokens = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How examples become tokens (`fcsd.data.tokens`): the tokenizer, the position of
+    loss, and the test items that are kept out.
+
+    vocab_size: number of tokens of the model, beyond which ids are refused; None:
+    unknown. date: the day that a template writes as today's.
     """
-    open_rows: list[list[int]] = []
-    room: list[int] = []
-    for number, length in enumerate(lengths):
-        if length == 0:
-            continue
-        if not packing:
-            yield [number]
-            continue
-        # The search is linear in the open rows, hence their bounded number.
-        index = next((i for i, free in enumerate(room) if free >= length), None)
-        if index is None:
-            index = len(open_rows)
-            open_rows.append([])
-            room.append(max_length)
-        open_rows[index].append(number)
-        room[index] -= length
-        # A full row can take no more; of the others the oldest has waited longest.
-        if room[index] == 0 or len(open_rows) > num_open_rows:
-            closed = index if room[index] == 0 else 0
-            room.pop(closed)
-            yield open_rows.pop(closed)
-    yield from open_rows
+
+    tokenizer: Any
+    loss_on: str = "response"
+    decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
+    vocab_size: int | None = None
+    date: datetime = BEGAN
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> None:
+    """Write flat arrays and a JSON record into one file, which appears once it is
+    complete.
+    """
+    # A single entry, because safetensors writes several in any order.
+    text = json.dumps({"sha256": _fingerprint(path, arrays, record), "record": record})
+    with writing(path), file_beside(path) as temporary:
+        # Not save_file: safetensors 0.8 writes a file of its own naming first, which
+        # nobody would remove after a kill.
+        temporary.write_bytes(save({**arrays}, {_RECORD: text}))
+        os.replace(temporary, path)
+        _WHOLE.add(file_state(path))
+
+
+def _fingerprint(
+    path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> str:
+    # With the name, which tells the file from those of other pieces, sources and runs:
+    # that of rows is a hash, and that of a shard a number in the folder of its source.
+    name = f"{path.parent.name}/{path.name}" if path.stem.isdigit() else path.name
+    return arrays_fingerprint(arrays, {"name": name, "record": record})
+
+
+# States of the files that this process has written or verified.
+_WHOLE: set[tuple[int, ...]] = set()
+
+
+def keep_whole(path: Path) -> bool:
+    """Return whether a file of `write_arrays` exists undamaged; a damaged one, or one
+    with another file's content, is removed, with a message.
+
+    Each process verifies a file only once.
+    """
+    if not path.is_file():
+        return False
+    # Size, inode and time of change identify a file that was verified already.
+    if (state := file_state(path)) in _WHOLE:
+        return True
+    try:
+        with safe_open(path, "numpy") as file:
+            text = json.loads(file.metadata()[_RECORD])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        is_whole = _fingerprint(path, arrays, text["record"]) == text["sha256"]
+    except (OSError, ValueError, SafetensorError, KeyError, TypeError):
+        is_whole = False
+    if is_whole:
+        _WHOLE.add(state)
+    else:
+        print(f"data: {path}: is damaged; fcsd writes it again", file=sys.stderr)
+        path.unlink()
+    return is_whole
+
+
+class Shard:
+    """One file of `write_arrays`, mapped into memory when it is first read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        if not self.path.is_file():
+            check_regular(self.path, "remove it")
+        try:
+            return safe_open(self.path, "numpy")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self.path}: is damaged or gone ({one_line(error)}); run the same"
+                " command again to write it again"
+            ) from None
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """The record that was written with the arrays."""
+        try:
+            metadata = json.loads(self._file.metadata()[_RECORD])
+            record: dict[str, Any] = metadata["record"]
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{self.path}: holds no tokens of fcsd; remove it, and run again"
+            ) from None
+        return record
+
+    def array(self, name: str) -> np.ndarray:
+        array: np.ndarray = self._file.get_tensor(name)
+        return array
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return self.array("ends")
+
+    def example(self, number: int) -> Tokens:
+        """Read the token ids and the loss mask of one example."""
+        begin = int(self._ends[number - 1]) if number else 0
+        end = int(self._ends[number])
+        return tuple(self._file.get_slice(name)[begin:end] for name in ("ids", "loss"))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What rows of some length hold of a shard.
+
+    record: of the shard. lengths: the tokens that each example takes in a row, 0 where
+    none of them would be predicted. is_bad: which examples could not be tokenized.
+    """
+
+    record: dict[str, Any]
+    lengths: np.ndarray
+    is_bad: np.ndarray
+    counts: ExampleCounts
+
+
+def count_shard(path: Path, max_length: int) -> Counted:
+    """Count the examples of a shard by the part of them that rows of `max_length` hold."""
+    shard = Shard(path)
+    first, ends = shard.array("first_loss"), shard.array("ends")
+    in_row = np.minimum(np.diff(ends, prepend=0), max_length)
+    # Without a token to predict inside the row, an example is left out as empty.
+    in_row[(first < 0) | (first >= max_length)] = 0
+    counts = _outcomes(shard, first, ends, max_length)
+    return Counted(shard.record, in_row, first == BAD, counts)
+
+
+def _outcomes(
+    shard: Shard, first: np.ndarray, ends: np.ndarray, max_length: int
+) -> ExampleCounts:
+    lengths = np.diff(ends, prepend=0)
+    # Only examples that reach a row and are longer than it can be cut.
+    longer = np.flatnonzero(
+        (first >= 0) & (first < max_length) & (lengths > max_length)
+    )
+    num_cut = 0
+    if len(longer):
+        # Running totals tell whether an example has loss beyond `max_length`, without a
+        # loop over its tokens.
+        num_loss_before = np.concatenate([[0], np.cumsum(shard.array("loss"))])
+        num_cut = int(
+            (
+                num_loss_before[ends[longer]]
+                > num_loss_before[ends[longer] - lengths[longer] + max_length]
+            ).sum()
+        )
+    return ExampleCounts(
+        read=shard.record["num_rows"],
+        cut=num_cut,
+        without_loss=int(((first < 0) & (first != BAD)).sum()),
+        cut_away=int((first >= max_length).sum()),
+        bad=len(shard.record["bad"]),
+        overlapping=len(shard.record["overlaps"]),
+    )
+
+
+class Piece(NamedTuple):
+    """Consecutive examples of one file.
+
+    blocks: columns of examples, pickled, before `change` (of `Opened`); place: as from `place_of`; file: number of the
+    file in the source; first: row of the first example, from 1; last: whether the file
+    ends with this piece.
+    """
+
+    blocks: list[bytes]
+    place: str
+    file: int
+    first: int
+    num_rows: int
+    last: bool
+    change: Change | None = None
+
+    def columns(self, block: bytes) -> dict[str, list[Any]]:
+        """Return the columns of a block with their values as they were written."""
+        columns: dict[str, list[Any]] = pickle.loads(block)
+        if (change := self.change) is None:
+            return columns
+        return {
+            name: [change(name, value) for value in values]
+            for name, values in columns.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -110,448 +272,6 @@ class Layout:
     seed: int = 0
     shuffle: bool = True
     num_rows: int | None = None
-
-
-class _SourceTokens:
-    """The shards of one source: those that exist, and those that are still to be
-    written.
-
-    num_read: examples of the shards that were handed out; shards: those that are
-    written, in order; lengths: the tokens that each of their examples takes in a row,
-    0 where none of them would be predicted; num_kept: their tokens, or examples where
-    rows are not packed; counts: what became of them, by shard.
-    """
-
-    def __init__(self, index: int, source: Source, folder: Path):
-        self.index, self.source, self.folder = index, source, folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._end = folder / "end.json"
-        self._total = self._num_shards()
-        # A source that was read to its end need not be opened again.
-        self.ended = self.whole = self._total is not None
-        self.opened = None if self.ended else open_source(source)
-        if self.opened is not None:
-            self.source, self.whole = self.opened.settings, self.opened.whole
-        self.num_read, self.num_kept = 0, 0
-        self.counts: list[ExampleCounts] = []
-        self.shards: list[Path] = []
-        self.lengths: list[np.ndarray] = []
-        self.is_bad: list[np.ndarray] = []
-
-    def _num_shards(self) -> int | None:
-        """Return how many shards the source has; None: more of it must be read, from
-        after the shards that are whole.
-        """
-        number = next(
-            number for number in itertools.count() if not keep_whole(self._path(number))
-        )
-        if not self._end.is_file():
-            return None
-        with contextlib.suppress(UserError):
-            if read_json(self._end, keys=["shards"])["shards"] == number:
-                return number
-        # A shard was removed or damaged since; the end is recorded again when it
-        # exists.
-        self._end.unlink(missing_ok=True)
-        return None
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:05}.safetensors"
-
-    def jobs(self) -> Iterator[_Job]:
-        """Yield every shard in order, with the piece to make it of if it is missing."""
-        records: list[dict[str, Any]] = []
-        while keep_whole(path := self._path(len(records))):
-            records.append(Shard(path).record)
-            self.num_read += records[-1]["num_rows"]
-            yield self.index, path, None
-        # The records of earlier shards tell the reader how far each file has been read.
-        number = len(records)
-        pieces = () if self.opened is None else read_pieces(self.opened, records)
-        for piece in pieces:
-            self.num_read += piece.num_rows
-            yield self.index, self._path(number), piece
-            number += 1
-        self._total = number
-
-    def add(self, path: Path, counted: Counted, layout: Layout) -> None:
-        """Take note of a written shard, and of what rows hold of it."""
-        lengths = counted.lengths
-        self.shards.append(path)
-        self.lengths.append(lengths)
-        self.is_bad.append(counted.is_bad)
-        self.counts.append(counted.counts)
-        # Packed rows are counted by their tokens, unpacked rows by their examples.
-        self.num_kept += int(
-            lengths.sum() if layout.packing else np.count_nonzero(lengths)
-        )
-
-    def note_end(self) -> None:
-        """Note in the folder that the source has been read to its end, if it has."""
-        if len(self.shards) == self._total and not self._end.is_file():
-            write_json(self._end, {"shards": self._total})
-
-
-# index of the source, path of the shard, and its examples; None: the shard exists
-_Job = tuple[int, Path, Piece | None]
-
-
-def write_rows(
-    sources: Sequence[tuple[Source, str]],
-    folder: Path,
-    tokenizing: Tokenizing,
-    layout: Layout,
-    bad_rows: BadRows,
-    num_workers: int | None = None,
-) -> Path:
-    """Write the rows of sources, and any tokens that are missing; return the file,
-    which may exist already.
-
-    sources: each with the name of its folder, which identifies everything that its
-    tokens depend on. num_workers: processes that tokenize; None: one per core, eight at
-    most.
-
-    Raises:
-        UserError: sources that cannot be read; too many examples that cannot be
-            tokenized; no row.
-    """
-    # The name identifies everything that the rows depend on, so an existing file is
-    # used as it is.
-    parts = [[name, source.weight] for source, name in sources]
-    identity = json.dumps([_FORMAT, parts, asdict(layout)]).encode()
-    key = hashlib.sha256(identity).hexdigest()[:16]
-    path = folder / f"rows-{key}.safetensors"
-    if _rows_are_intact(path):
-        # The limit on bad rows is this run's, and may be lower than the writer's.
-        bad_record = Shard(path).record["bad_rows"]
-        bad_rows.add(
-            [
-                (example["where"], example["reason"])
-                for example in bad_record["left_out"]
-            ],
-            bad_record["num_examples"],
-        )
-        return path
-    # Building the index of test items is costly, so it waits until it is needed.
-    decontaminator = tokenizing.decontaminator
-    if callable(decontaminator):
-        tokenizing = replace(
-            tokenizing, decontaminator=(decontaminator := decontaminator())
-        )
-    tokens = [
-        _SourceTokens(index, source, folder / name)
-        for index, (source, name) in enumerate(sources)
-    ]
-    order = _Order(tokens, layout)
-    rows = _write_missing(
-        order,
-        tokenizing,
-        bad_rows,
-        default_workers() if num_workers is None else num_workers,
-    )
-    counts = sum(
-        itertools.chain(*(source_tokens.counts for source_tokens in tokens)),
-        ExampleCounts(),
-    )
-    if not rows:
-        raise no_rows(
-            [source_tokens.source for source_tokens in tokens],
-            counts,
-            layout.max_length,
-        )
-    shards = [path for source_tokens in tokens for path in source_tokens.shards]
-    sizes = [
-        len(lengths) for source_tokens in tokens for lengths in source_tokens.lengths
-    ]
-    arrays = {
-        "first": np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        "examples": np.concatenate(rows, dtype=np.int64),
-        "shard_ends": np.cumsum(sizes, dtype=np.int64),
-    }
-    record: dict[str, Any] = {
-        "layout": asdict(layout),
-        "shards": [str(shard.relative_to(folder)) for shard in shards],
-        "examples": asdict(counts),
-        "bad_rows": bad_rows.summary() | {"left_out": bad_rows.listed()},
-        "decontamination": None,
-    }
-    if decontaminator is not None:
-        record["decontamination"] = decontaminator.summary() | {
-            "left_out": decontaminator.overlaps()
-        }
-    for source_tokens in tokens:
-        source_tokens.note_end()
-    # Last: a reader that finds this file does not check the sources again.
-    write_arrays(path, arrays, record)
-    return path
-
-
-def _rows_are_intact(path: Path) -> bool:
-    """Return whether rows and all their tokens are present and undamaged; damaged
-    files are removed.
-    """
-    names = Shard(path).record["shards"] if keep_whole(path) else [path.name]
-    is_whole = all(keep_whole(path.parent / name) for name in names)
-    if not is_whole:
-        path.unlink(missing_ok=True)
-    return is_whole
-
-
-def _write_missing(
-    order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int
-) -> list[list[int]]:
-    """Write missing shards until there are enough rows, and return the rows."""
-
-    def work(job: _Job) -> Counted:
-        # The workers' alone: whoever only reads tokens knows nothing of templates.
-        from fcsd.data.tokens import write_tokens
-
-        index, path, piece = job
-        if piece is not None:
-            write_tokens(tokenizing, order.tokens[index].source, piece, path)
-        return count_shard(path, order.layout.max_length)
-
-    # Shards come back in their order, however fast the workers are, so the rows do not
-    # depend on the number of workers.
-    jobs = in_order(work, order.jobs(), num_workers)
-    with (
-        contextlib.closing(jobs),
-        progress_bar(desc="Tokenizing", unit="examples", leave=False) as bar,
-    ):
-        for (index, path, _), counted in jobs:
-            source_tokens, record = order.tokens[index], counted.record
-            source_tokens.add(path, counted, order.layout)
-            overlaps, num_rows = record["overlaps"], record["num_rows"]
-            bad_rows.add(record["bad"], num_rows - len(overlaps))
-            if (decontaminator := tokenizing.decontaminator) is not None:
-                assert not callable(decontaminator)  # `write_rows` has called it
-                decontaminator.note(source_tokens.source, num_rows, overlaps)
-            bar.update(num_rows)
-            if (rows := order.enough()) is not None:
-                return rows
-    for source_tokens in order.tokens:
-        # Every source is exhausted now, so the mixture may repeat their examples.
-        source_tokens.ended = True
-    return order.rows()
-
-
-MOST_WORKERS = 8
-
-_work: Callable[[Any], Any]  # of a worker, which has one for its life
-
-
-def default_workers() -> int:
-    """Return the number of processes that tokenize: one per core, eight at most. The
-    ranks are waiting meanwhile, so the cores are free.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return min(MOST_WORKERS, cores)
-
-
-def in_order(
-    work: Callable[[Any], Any], pieces: Iterator[Any], num_workers: int
-) -> Generator[tuple[Any, Any]]:
-    """Yield each piece with `work(piece)`, in the order of the pieces.
-
-    The workers are forks: `work` may be any function, and has access to the current
-    state of this process. This process does the work itself if there is a single piece,
-    or fewer than two workers. Raises UserError: a worker has ended, or `work` raised
-    it.
-    """
-    first = [
-        piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None
-    ]
-    # A daemon process must not have children.
-    alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")
-    if num_workers < 2 or len(first) < 2 or alone:
-        for piece in itertools.chain(first, pieces):
-            yield piece, work(piece)
-        return
-    check_shared_memory()
-    # Forks inherit the tokenizer, which need not be pickled.
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(
-        num_workers, context, initializer=_begin_worker, initargs=(work, os.getpid())
-    )
-    waiting: deque[tuple[Any, Future[Any]]] = deque()
-    try:
-        # A bounded queue keeps the pieces in memory few.
-        for piece in itertools.chain(first, pieces):
-            waiting.append((piece, _submit(pool, piece)))
-            if len(waiting) > num_workers:
-                earliest, future = waiting.popleft()
-                yield earliest, future.result()
-        while waiting:
-            earliest, future = waiting.popleft()
-            yield earliest, future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "data: a tokenizing process has ended; the system may have killed it"
-            " because memory ran out. Run the same command again to continue from the"
-            " last shard"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
-    with warnings.catch_warnings():
-        # Python 3.12 warns about forks of processes with threads; the child runs no
-        # code that takes their locks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return pool.submit(_call_work, piece)
-
-
-def _begin_worker(work: Callable[[Any], Any], parent: int) -> None:
-    global _work
-    _work = work
-    # The collector need not scan the parent's objects again and again.
-    gc.freeze()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    obey_only_parent(parent)
-
-
-def _call_work(piece: Any) -> Any:
-    return _work(piece)
-
-
-class _Order:
-    """The shards that are needed, and the order of their examples."""
-
-    def __init__(self, tokens: Sequence[_SourceTokens], layout: Layout):
-        self.tokens, self.layout = tokens, layout
-        self._tried = 0.0  # full rows by token count, at the last attempt
-
-    def jobs(self) -> Iterator[_Job]:
-        """Yield the shards of whole sources, then those of the others in turn, by weight."""
-        # Whole sources come first, since all of their shards are needed in any case.
-        for source_tokens in self.tokens:
-            if source_tokens.whole:
-                yield from source_tokens.jobs()
-        waiting = {
-            source_tokens: source_tokens.jobs()
-            for source_tokens in self.tokens
-            if not source_tokens.whole
-        }
-        while waiting:
-            source_tokens = min(
-                waiting,
-                key=lambda source_tokens: (
-                    source_tokens.num_read / source_tokens.source.weight
-                ),
-            )
-            job = next(waiting[source_tokens], None)
-            if job is None:
-                del waiting[source_tokens]
-            else:
-                yield job
-
-    def enough(self) -> list[list[int]] | None:
-        """Return the rows that the layout asks for, once there are enough; None while
-        there are not, or where all sources are taken whole.
-        """
-        num_rows, layout = self.layout.num_rows, self.layout
-        if num_rows is None or all(
-            source_tokens.whole for source_tokens in self.tokens
-        ):
-            return None
-        full = sum(
-            source_tokens.num_kept // (layout.max_length if layout.packing else 1)
-            for source_tokens in self.tokens
-        )
-        # Each attempt packs all examples again, so the next waits for 1% more rows.
-        if full < max(num_rows, self._tried * 1.01):
-            return None
-        self._tried = full
-        rows = self.rows()
-        return rows[:num_rows] if len(rows) >= num_rows else None
-
-    def rows(self) -> list[list[int]]:
-        numbers, layout = self.numbers(), self.layout
-        lengths = np.concatenate(
-            [
-                shard_lengths
-                for source_tokens in self.tokens
-                for shard_lengths in source_tokens.lengths
-            ]
-            or [np.zeros(0, int)]
-        )
-        rows = first_fit(
-            lengths[numbers].tolist(), layout.max_length, packing=layout.packing
-        )
-        return [numbers[row].tolist() for row in rows]
-
-    def numbers(self) -> np.ndarray:
-        """Return the numbers of the examples in the order in which they are put into rows."""
-        orders, begin, seed = [], 0, self.layout.seed
-        for source_tokens in self.tokens:
-            is_bad = np.concatenate([*source_tokens.is_bad, np.zeros(0, bool)])
-            if self.layout.shuffle:
-                order = np.random.default_rng(seed).permutation(len(is_bad))
-            else:
-                order = np.arange(len(is_bad))
-            # Left out after the shuffle, so that a bad example moves no other.
-            orders.append(begin + order[~is_bad[order]])
-            begin += len(is_bad)
-        # A single source is read once, without drawing.
-        if len(orders) == 1:
-            return orders[0]
-        total = sum(source_tokens.source.weight for source_tokens in self.tokens)
-        shares = [source_tokens.source.weight / total for source_tokens in self.tokens]
-        return _mix(
-            orders,
-            [
-                not (source_tokens.whole or source_tokens.ended)
-                for source_tokens in self.tokens
-            ],
-            shares,
-            seed,
-        )
-
-
-def _mix(
-    parts: Sequence[np.ndarray],
-    unfinished: Sequence[bool],
-    shares: Sequence[float],
-    seed: int,
-) -> np.ndarray:
-    """Mix examples: each comes from a source that is drawn by its share, until every
-    source has been read to its end.
-
-    Sources that end early begin again. unfinished: the sources with examples that are
-    not among `parts` yet; the order ends where one of those would be next.
-    """
-    ends = np.array([len(part) for part in parts])
-    if (empty := np.flatnonzero((ends == 0) & ~np.array(unfinished))).size:
-        raise UserError(
-            f"data.train.{empty[0]}: no example is left; remove this source from the"
-            " mixture"
-        )
-    generator, open_ = np.random.default_rng(seed), np.array(unfinished)
-    blocks: list[np.ndarray] = []
-    counts = np.zeros(len(parts), np.int64)
-    # Draw until the end is certain: a draw beyond what an unfinished source has, or,
-    # with all sources finished, as many draws of each source as it has examples.
-    while not ((counts > ends)[open_].any() if open_.any() else (counts >= ends).all()):
-        blocks.append(generator.choice(len(parts), size=_DRAWN, p=shares))
-        counts += np.bincount(blocks[-1], minlength=len(parts))
-    drawn = np.concatenate(blocks)
-    numbers, stops = np.empty_like(drawn), []
-    for index, part in enumerate(parts):
-        positions = np.flatnonzero(drawn == index)
-        # The -1 of a source without examples yet is beyond the order's end.
-        if len(part):
-            numbers[positions] = part[np.arange(len(positions)) % max(1, len(part))]
-        else:
-            numbers[positions] = -1
-        if unfinished[index] and len(positions) > len(part):
-            stops.append(positions[len(part)])
-        elif not open_.any():
-            stops.append(positions[len(part) - 1] + 1)
-    return numbers[: min(stops) if open_.any() else max(stops)]
 
 
 class PackedRows(torch.utils.data.Dataset):
@@ -635,3 +355,118 @@ class PackedRows(torch.utils.data.Dataset):
             begin = int(self._shard_ends[shard - 1]) if shard else 0
             located.append((self._shards[shard], int(example) - begin))
         return located
+
+
+_WARNED = 0.05  # share of the rows
+
+
+def step_rows(args: TrainingArguments, num_ranks: int) -> int:
+    """Return the rows of one optimiser step, over all ranks."""
+    return (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * num_ranks
+    )
+
+
+class EpochRows(Sampler[int]):
+    """The numbers of an epoch's rows, as many as fill whole optimiser steps.
+
+    N rows give N // S steps of S rows; R = N % S are left out. Epoch 0 leaves out the
+    last R, each later one the R before those (before row 0 comes row N - 1): R < N / 2,
+    so two epochs read every row. The other rows are numbered from 0, and `order`
+    permutes these numbers: where S divides N, an epoch reads in the order of `order`.
+
+    rows_of_a_step: over all ranks and accumulation steps. UserError where there are
+    fewer rows.
+    """
+
+    def __init__(self, num_rows: int, rows_of_a_step: int, max_length: int):
+        if num_rows < rows_of_a_step:
+            raise UserError(
+                f"data.train: has {num_rows} rows of {max_length} tokens, but one batch"
+                f" of {rows_of_a_step * max_length} tokens needs {rows_of_a_step}; use"
+                " more data or a smaller batch"
+            )
+        self.num_rows, self.rows_of_a_step = num_rows, rows_of_a_step
+        self.num_left_out = num_rows % rows_of_a_step
+        self.epoch = 0
+        self.order: Any = range(len(self))  # a sampler, or numbers
+
+    @classmethod
+    def of(cls, rows: Any, rows_of_a_step: int, max_length: int) -> EpochRows | None:
+        """Return the order of rows; None where there are no rows to train on."""
+        return None if rows is None else cls(len(rows), rows_of_a_step, max_length)
+
+    def __len__(self) -> int:
+        return self.num_rows - self.num_left_out
+
+    @property
+    def steps_of_an_epoch(self) -> int:
+        return len(self) // self.rows_of_a_step
+
+    def ordered_by(self, sampler: Any, data_seed: int | None) -> EpochRows:
+        """Permute by `sampler`. A random one is seeded by `data_seed`, or else torch's
+        seed, and the epoch, as accelerate does it.
+        """
+        if type(sampler) is RandomSampler:
+            sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
+        self.order = sampler
+        return self
+
+    def part(self, rows: Any) -> Subset:
+        """Return the rows that the permuted numbers index: the rows of epoch 0."""
+        return Subset(rows, range(len(self)))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers(self.epoch).tolist())
+
+    def _numbers(self, epoch: int) -> np.ndarray:
+        # A seeded sampler gives another permutation in each epoch; numbers do not.
+        if hasattr(self.order, "set_epoch"):
+            self.order.set_epoch(epoch)
+        return (
+            np.fromiter(self.order, np.int64) - epoch * self.num_left_out
+        ) % self.num_rows
+
+    def are_read(self, num_steps: int) -> np.ndarray:
+        """Return a mask (N,) of the rows that this many steps read."""
+        # Two epochs read every row; with fewer, the rows of the first one or two count.
+        are_read = np.full(self.num_rows, num_steps >= 2 * self.steps_of_an_epoch)
+        for epoch in range(2 if not are_read.any() else 0):
+            num_rows = (
+                max(0, num_steps - epoch * self.steps_of_an_epoch) * self.rows_of_a_step
+            )
+            with torch.random.fork_rng(devices=[]):  # a sampler may draw from it
+                are_read[self._numbers(epoch)[:num_rows]] = True
+        return are_read
+
+
+def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
+    """Describe in a line the fate of the examples in a training of this many steps; add
+    warnings.
+
+    rows: `PackedRows` know the examples that they were made from (`usage`); of others
+    the rows themselves are counted.
+    """
+    are_read, lost = order.are_read(num_steps), None
+    # Rows that no epoch reaches are a loss of data; those that this training merely
+    # ends before are not.
+    if num_steps >= order.steps_of_an_epoch:
+        lost = (
+            f"are never used: {order.num_left_out} of {order.num_rows} rows do not fill"
+            f" a step of {order.rows_of_a_step}; train for two epochs, or with a"
+            " smaller batch"
+        )
+    if hasattr(rows, "usage"):
+        lines: list[str] = rows.usage(are_read, lost)
+        return lines
+    unread = int((~are_read).sum())
+    line = f"{order.num_rows:,} rows that were packed already: {unread:,} never used"
+    if lost is None:
+        return [line + (" (the training ends before them)" if unread else "")]
+    share = f"{unread:,} of {order.num_rows:,} rows"
+    is_much = unread > _WARNED * order.num_rows
+    percent = f"{100 * unread / order.num_rows:.0f} %"
+    return [line, *([f"warning: {share} ({percent}) {lost}"] if is_much else [])]

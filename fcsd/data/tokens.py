@@ -12,8 +12,7 @@ import numpy as np
 from fcsd.data.chat import tokenize_examples
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.messages import BadExample
-from fcsd.data.reading import Piece
-from fcsd.data.shards import BAD, NONE, Tokenizing, write_arrays
+from fcsd.data.rows import BAD, NONE, Piece, Tokenizing, write_arrays
 from fcsd.data.sources import Source, columns_of
 
 _MOST_TOKENS = 1 << 31

@@ -17,9 +17,9 @@ from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.config import BatchSize
-from fcsd.evaluation.store import Journal
+from fcsd.evaluation.results import Journal
 from fcsd.model.preserve import preserved, quiet
-from fcsd.parallel.ranks import Ranks, gathered_once, input_device
+from fcsd.parallel.launch import Ranks, gathered_once, input_device
 from fcsd.training.generation import (
     Answer,
     Decoding,

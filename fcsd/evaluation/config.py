@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.base.errors import CREDENTIALS, Rule, UserError
+from fcsd.base.errors import CREDENTIALS, UserError
 from fcsd.base.strict import (
     FolderPath,
     Name,
+    Rule,
     Strict,
     did_you_mean,
     like,
@@ -24,10 +25,10 @@ from fcsd.base.strict import (
 )
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
-from fcsd.model.config import DROP_NEEDS_A_CAPACITY
+from fcsd.model.connectivity.spec import DROP_NEEDS_A_CAPACITY
 
 if TYPE_CHECKING:
-    from fcsd.parallel.ranks import Ranks
+    from fcsd.parallel.launch import Ranks
 
 
 Group = Literal["likelihood", "generation"]

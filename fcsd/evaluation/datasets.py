@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, read_json
+from fcsd.base.strict import refuse
 from fcsd.base.writing import home, inside, make_folder, write_json, writing
 from fcsd.data.local import data_fingerprint, is_path, local_place, making_of
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig

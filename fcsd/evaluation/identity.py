@@ -21,7 +21,7 @@ from fcsd.base.memory import free_memory
 from fcsd.base.weights import weight_files, weights_fingerprint
 from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.launch import input_device
 
 # Two forwards of one model differ by float noise, stock connectivity by 0.5 nats and
 # more.

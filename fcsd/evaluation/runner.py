@@ -38,15 +38,16 @@ from fcsd.evaluation.lm_eval import steps as lm_eval
 from fcsd.evaluation.lm_eval.tasks import FEWSHOT_SEED
 from fcsd.evaluation.own_text import steps as own_text
 from fcsd.evaluation.results import (
+    Journal,
     Samples,
+    TaskStore,
     evaluation_versions,
     task_result,
     text_hash,
     whole_result,
 )
 from fcsd.evaluation.steps import Context, Steps
-from fcsd.evaluation.store import Journal, TaskStore
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
@@ -271,8 +272,9 @@ class PreparedEvaluation:
 
     def _tell_unused(self, name: str, unused: Mapping[str, Any]) -> None:
         """Say which of the model's generation settings change no score."""
-        writes = any(KINDS[row.kind].writes for row in self.missing)
-        if unused and writes and self.context.progress and self.context.ranks.first:
+        if not (unused and self.context.progress and self.context.ranks.first):
+            return
+        if any(KINDS[row.kind].writes for row in self.missing):
             words = ", ".join(f"{key} {value!s:.60}" for key, value in unused.items())
             print(
                 f"{name}: its generation settings have {words}; the suite decides, so"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.stats import (
     ALPHA,
     clipped,
@@ -24,6 +24,7 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
+from fcsd.base.strict import Rule, refuse
 from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.own_text.text import figures_of
 

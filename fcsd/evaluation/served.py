@@ -1,7 +1,7 @@
 """Evaluate a model behind a server: send questions as token ids, and check that the
 server has the right model.
 
-Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or
+Single answers are kept (`fcsd.evaluation.results.Journal`): an evaluation whose server or
 client was killed continues with the next one. Temperature 0 is greedy; a sample is
 drawn with a seed of its own, so neither the order of requests nor their concurrency
 changes it, but it is not the sample that transformers draws.
@@ -20,8 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.identity import difference_from_server
+from fcsd.evaluation.results import Journal
 from fcsd.evaluation.server import Body, Server
-from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import quiet
 from fcsd.training.generation import Answer, Question, end_tokens, set_aside

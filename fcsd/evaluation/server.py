@@ -19,7 +19,8 @@ from typing import Any
 
 import httpx2
 
-from fcsd.base.errors import Rule, UserError, one_line, refuse
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.strict import Rule, refuse
 
 API_KEY = "FCSD_SERVER_API_KEY"
 # without any answer, until an evaluation gives up: a server restarts in minutes

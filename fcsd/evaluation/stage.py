@@ -2,7 +2,7 @@
 server, with or without a recipe.
 
     evaluation = PlannedEvaluation("MODEL", EvaluatedFolder(model), suite, config)
-    stage = run_evaluation(evaluation, folder, launch)
+    result = run_evaluation(evaluation, folder, launch)
 
 Not covered: a model's measurements other than scores (`fcsd.pipeline.reference`).
 """
@@ -34,14 +34,20 @@ from fcsd.evaluation.config import (
 )
 from fcsd.evaluation.datasets import DEFINITION, test_set_fingerprints
 from fcsd.evaluation.lm_eval.write import write_lm_eval
-from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
+from fcsd.evaluation.results import (
+    Samples,
+    TaskStore,
+    configuration_fingerprint,
+    read_result,
+    read_samples,
+    write_result,
+)
 from fcsd.evaluation.runner import (
     TASK_FACTS,
     check_original,
     prepare_evaluation,
 )
-from fcsd.evaluation.store import TaskStore, configuration_fingerprint
-from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.place import load_for_evaluation
@@ -196,9 +202,9 @@ class PlannedEvaluation:
 
 def run_evaluation(
     evaluation: PlannedEvaluation, folder: Path, launch: Launch
-) -> Stage:
+) -> dict[str, Any] | None:
     """Evaluate a model on its suite, and what its reference measures beside; the result
-    is in `folder`.
+    is written into `folder` and returned, None where it was finished before.
 
     A finished evaluation is not run again, one that was cut off continues with the next
     task. All ranks call this.
@@ -224,7 +230,7 @@ def run_evaluation(
     )
     if _begin(evaluation, stage, launch) == "finished":
         _drop_finished_tasks(stage, launch)
-        return stage
+        return None
     free_memory()  # of the trainings before
     tokenizer = model.tokenizer()
     backend = None  # the model is in memory
@@ -258,7 +264,7 @@ def run_evaluation(
             if measure is not None:
                 result |= measure(loaded)
     _write_and_finish(stage, result, samples, launch)
-    return stage
+    return result
 
 
 def _original(
@@ -271,7 +277,7 @@ def _original(
     if original is None or not evaluation.writes_own_text:
         return None
     from fcsd.evaluation.own_text.measure import OF_ORIGINAL, Original
-    from fcsd.training.teachers.check import refuse_other_tokenizer
+    from fcsd.training.teachers.load import refuse_other_tokenizer
 
     @contextlib.contextmanager
     def loaded() -> Iterator[PreTrainedModel]:

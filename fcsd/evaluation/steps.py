@@ -13,7 +13,7 @@ from fcsd.base.text import Work
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, Served
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Ranks
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original

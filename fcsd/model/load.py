@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fcsd.base.artifact import check_checkpoint
-from fcsd.base.errors import UserError, check_kind, one_line
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import checkpoint_files, read_checkpoint_json
+from fcsd.base.strict import check_kind
 from fcsd.base.weights import (
     check_finite,
     is_added_to_scores,
@@ -44,7 +45,7 @@ from fcsd.model.families import FAMILIES, PREFIX, base_model_type
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.spec import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Rule, refuse
 
 Overlap = Literal["full", "forward", "off"]
 

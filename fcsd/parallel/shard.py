@@ -184,7 +184,7 @@ def whole_model(
     dtypes: of the gathered tensors, by name, the same on all ranks; a tensor without an
     entry keeps its dtype.
     """
-    from fcsd.parallel.ranks import reshard
+    from fcsd.parallel.launch import reshard
 
     reshard(model)
     first = launch.first
@@ -334,7 +334,7 @@ def _fully_shard(
     num_bytes = sum(
         p.numel() * (policy.param_dtype or p.dtype).itemsize for p in root.parameters()
     )
-    from fcsd.parallel.ranks import Shards
+    from fcsd.parallel.launch import Shards
 
     root.__dict__["_shards"] = Shards(gathered, num_bytes, launch.device)
     root._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers: generate in lock-step

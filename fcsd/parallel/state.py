@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, safetensors_head
 from fcsd.base.writing import write_json
+from fcsd.parallel.launch import Ranks
 from fcsd.parallel.parts import (
     Part,
     compute_with,
@@ -52,7 +53,6 @@ from fcsd.parallel.parts import (
     parts_of,
     writers_of,
 )
-from fcsd.parallel.ranks import Ranks
 
 OPTIMIZER = "optimizer.json"
 AVERAGE = "average"  # no optimiser has a state of this name

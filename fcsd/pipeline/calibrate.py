@@ -58,7 +58,7 @@ def calibrate(
     """Write the converted model with calibrated weights; a variant with the same
     settings shares those of the main model.
 
-    on_bad_row: see `fcsd.data.bad_rows.BadRows`.
+    on_bad_row: see `fcsd.data.write_rows.BadRows`.
     """
     calibrated_run = run.variant(variant)
     # Equal settings give equal weights.

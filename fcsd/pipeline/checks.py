@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fcsd.base.errors import UserError, errors_begin, refuse
+from fcsd.base.errors import UserError, errors_begin
+from fcsd.base.strict import refuse
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -21,10 +22,9 @@ from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, check_server
 from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.export import tell_first_layers
-from fcsd.model.connectivity.modeling import base_model_class, register
-from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.connectivity.modeling import classes_of, register
+from fcsd.model.connectivity.spec import ConnectivityConfig, resolve_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
@@ -41,7 +41,7 @@ from fcsd.training.arguments import (
 )
 from fcsd.training.config import TrainConfig, micro_batches
 from fcsd.training.prepare import check_student
-from fcsd.training.teachers.check import (
+from fcsd.training.teachers.load import (
     check_is_original,
     check_teacher_folder,
     refuse_other_tokenizer,
@@ -345,7 +345,7 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     with errors_begin("pretrain.config: "):
         # transformers' own error would list hundreds of model types.
         family = family_of({"model_type": config["model_type"]})
-        cls, name = base_model_class(family).config_class, family.model_type
+        cls, name = classes_of(family).model.config_class, family.model_type
         if family.like:
             register(name)
         built: PreTrainedConfig = config_object(cls, raw, name, name)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from fcsd.base.artifact import check_outputs
-from fcsd.base.errors import UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
+from fcsd.base.strict import refuse
 from fcsd.base.text import progress_bar
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import ranges

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from fcsd.base.writing import hold_folder, make_folder, release_folder, write_json
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import DecontaminateConfig, TrainingDataConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rendering import BEGAN, note_date, writes_date
-from fcsd.data.rows import PackedRows
-from fcsd.data.shards import MEANING
+from fcsd.data.rows import MEANING, PackedRows
+from fcsd.data.write_rows import BadRows
 from fcsd.evaluation.datasets import test_set_fingerprints
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
+from fcsd.training.losses.head import packing_of
 
 if TYPE_CHECKING:
     from fcsd.data.decontaminate import Decontaminator

@@ -27,8 +27,8 @@ from transformers import Trainer, TrainingArguments, set_seed
 from fcsd.base.errors import UserError
 from fcsd.base.memory import free_memory
 from fcsd.base.writing import check_folder_place, make_folder, new_folder
-from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families import family_of
 from fcsd.model.load import ModelFolder

@@ -21,11 +21,11 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import content_fingerprint, read_text
 from fcsd.base.memory import free_memory
 from fcsd.base.writing import make_folder, write_text
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import check_has_template
 from fcsd.data.config import TrainingDataConfig, TrainingSourceConfig
 from fcsd.data.local import data_fingerprint
 from fcsd.data.sources import columns_of, open_source
+from fcsd.data.write_rows import BadRows
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig, check_server
 from fcsd.evaluation.own_text.measure import Written, write

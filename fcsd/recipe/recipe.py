@@ -24,11 +24,12 @@ from pydantic import (
     model_validator,
 )
 
-from fcsd.base.errors import Rule, UserError
+from fcsd.base.errors import UserError
 from fcsd.base.strict import (
     FolderPath,
     Name,
     OneOf,
+    Rule,
     Strict,
     choice_of,
     did_you_mean,
@@ -45,7 +46,7 @@ from fcsd.evaluation.config import (
     TaskConfig,
 )
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.config import ConnectivityConfig, ModelConfig
+from fcsd.model.connectivity.spec import ConnectivityConfig, ModelConfig
 from fcsd.recipe.layout import MAIN, RESERVED
 from fcsd.training.config import (
     CalibrationConfig,

@@ -14,8 +14,7 @@ from typing import Any
 from fcsd.base.artifact import check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
-from fcsd.base.terminal import fit
-from fcsd.base.text import calibration_kl_text, fold, stopping_text
+from fcsd.base.text import calibration_kl_text, fit, fold, stopping_text
 from fcsd.base.writing import is_empty, new_folder, write_json, write_text
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.results import read_result

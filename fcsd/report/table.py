@@ -1,11 +1,9 @@
 """Format results as tables for people, in Markdown."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fcsd.base.text import markdown, metric_words, nats
-from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import at_floor
 from fcsd.report.verdict import (
     NATS,
@@ -300,9 +298,8 @@ def _retained(row: Mapping[str, Any]) -> str:
     return "-" if nothing else f"{share:.1f}"
 
 
-def result_table(folder: Path) -> str:
-    """Format the results in one folder of `fcsd evaluate`."""
-    result, _ = read_result(folder)
+def result_table(result: Mapping[str, Any]) -> str:
+    """Format the result of one model."""
     table = score_table(result)
     if result["mean"] is None:
         return table

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from fcsd.base.errors import CREDENTIALS, Rule, UserError, broken, holds_credentials
+from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
+from fcsd.base.strict import Rule, broken
 from fcsd.training.optimizer import learning_rate_schedule
 
 REENTRANT = (

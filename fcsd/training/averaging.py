@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fcsd.parallel.launch import Ranks
 from fcsd.parallel.parts import compute_with, parts_of
-from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.state import read_average
 
 

@@ -15,8 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
 from fcsd.base.writing import replace_folder, writing
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.ranks import Ranks, known_to_all
+from fcsd.parallel.launch import Launch, Ranks, known_to_all
 from fcsd.parallel.state import check_state, write_weights
 from fcsd.training.arguments import Job, ScoreFailure
 from fcsd.training.averaging import WeightAverage, scored

@@ -36,7 +36,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, read_sealed, write_sealed
 from fcsd.base.writing import flush, replace_folder
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
 # the routers' biases, in each checkpoint of a run that balances loads

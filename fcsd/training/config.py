@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from fcsd.base.errors import Rule, UserError
-from fcsd.base.strict import Strict, option
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Rule, Strict, option
 from fcsd.data.config import RowsConfig
-from fcsd.model.config import DROP_NEEDS_A_CAPACITY
+from fcsd.model.connectivity.spec import DROP_NEEDS_A_CAPACITY
 from fcsd.training.losses.objectives import ObjectiveConfig
 
 

@@ -12,11 +12,15 @@ import torch
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from fcsd.base.errors import UserError, check_kind, kind_of, one_line
-from fcsd.base.strict import Strict, validate
+from fcsd.base.errors import UserError, kind_of, one_line
+from fcsd.base.strict import Strict, check_kind, validate
 from fcsd.data.config import RowsConfig
-from fcsd.model.config import ConnectivityConfig, ModelConfig
-from fcsd.model.connectivity.spec import Connectivity, connectivity_of
+from fcsd.model.connectivity.spec import (
+    Connectivity,
+    ConnectivityConfig,
+    ModelConfig,
+    connectivity_of,
+)
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
 from fcsd.training.arguments import TrainerArguments
 from fcsd.training.config import (

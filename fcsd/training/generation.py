@@ -38,7 +38,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.thoughts import Thoughts, answer_after
 from fcsd.model.autocast import kept_casts
 from fcsd.model.families import family_of
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.launch import input_device
 
 HEAD = 24
 """Tokens at the beginning of an answer in which thoughts may open."""

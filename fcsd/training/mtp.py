@@ -35,7 +35,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, in_batches, trim_padding
 from fcsd.model.families.structure import output_head
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.launch import input_device
 from fcsd.training.losses.head import final_hidden, head_logits
 from fcsd.training.losses.heldout_kl import kl_sum
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Rule, refuse
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families.structure import has_adapters, head_and_body

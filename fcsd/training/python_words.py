@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fcsd.base.errors import UserError
 from fcsd.base.strict import GUESSED_NAMES, Strict, did_you_mean
 from fcsd.data.config import DataConfig
-from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES
 

@@ -24,10 +24,10 @@ from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_sealed
 from fcsd.data.rendering import NOTED
+from fcsd.data.rows import step_rows
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
 from fcsd.training.config import Sections
-from fcsd.training.row_order import step_rows
 
 RECORD_FILE = "record.json"  # in each checkpoint
 

@@ -20,6 +20,7 @@ from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 from fcsd.base.files import read_json
 from fcsd.base.writing import write_json
+from fcsd.data.rows import EpochRows
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state
@@ -28,7 +29,6 @@ from fcsd.training.checkpoints import BALANCE_FILE, GUARD_FILE, STOPPER_FILE
 from fcsd.training.config import UpdateConfig
 from fcsd.training.optimizer import take_rate_of_schedule
 from fcsd.training.record import RECORD_FILE, TrainingRecord
-from fcsd.training.row_order import EpochRows
 from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.step_loss import StepLoss
 

@@ -50,9 +50,9 @@ from fcsd.training.arguments import (
     check_reporters,
     refuse_what_cannot_be_sharded,
 )
+from fcsd.training.checkpoint_writer import check_disk, disk_need, trained_and_all
 from fcsd.training.checkpoints import checkpoints, newest_usable
 from fcsd.training.config import Sections, TrainConfig, micro_batches
-from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.prepare import TrainingInputs
 from fcsd.training.ready_trainer import ReadyTrainer, seed_and_record

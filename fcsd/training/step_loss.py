@@ -17,10 +17,10 @@ from fcsd.data.batches import (
     next_token_targets,
     trim_padding,
 )
-from fcsd.model.families.structure import packing_of, unwrapped
+from fcsd.model.families.structure import unwrapped
 from fcsd.parallel.failure import in_step
 from fcsd.training.config import UpdateConfig
-from fcsd.training.losses.head import refuse_packing
+from fcsd.training.losses.head import packing_of, refuse_packing
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
 from fcsd.training.meters import Meters
 from fcsd.training.teachers.base import Teacher

@@ -22,7 +22,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import parse_json, read_json, read_sealed, read_text, write_sealed
 from fcsd.base.text import markdown, plus_minus
 from fcsd.base.writing import write_json, write_text
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 from fcsd.training.config import SweepConfig, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper
 

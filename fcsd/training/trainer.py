@@ -24,6 +24,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from fcsd.base.errors import UserError
+from fcsd.data.rows import EpochRows, data_lines
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families.structure import checkpoints_reentrantly
@@ -37,7 +38,6 @@ from fcsd.training.config import Sections
 from fcsd.training.optimizer import learning_rate_schedule, note_parts
 from fcsd.training.record import TrainingRecord
 from fcsd.training.resumable import ResumableTrainer
-from fcsd.training.row_order import EpochRows, data_lines
 from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.signals import shield_workers
 from fcsd.training.step_loss import StepLoss
@@ -45,6 +45,7 @@ from fcsd.training.teachers.base import Teacher
 
 if TYPE_CHECKING:
     from fcsd.training.own_text import OwnText
+
 
 OVERRIDDEN = {
     "_inner_training_loop": "training/trainer.py: the Trainer's loop cannot skip a"

@@ -24,7 +24,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.model.connectivity.spec import TRAINED
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 from fcsd.training.calibration.shards import write_changed
 from fcsd_megatron.names import is_expert, own_name
 from fcsd_megatron.source import Source, read_source

@@ -19,7 +19,7 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.datasets import test_set_fingerprints
-from fcsd.evaluation.store import TaskStore, configuration_fingerprint
+from fcsd.evaluation.results import TaskStore, configuration_fingerprint
 from fcsd.model.families import base_model_type
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fcsd.base.terminal import fit
+from fcsd.base.text import fit
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
+from fcsd.parallel.launch import Ranks
 from fcsd.parallel.overlap import attach
-from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.network.links import LinkModel, read_links, write_links
 from fcsd.planning.network.simulate import Payload, simulate

@@ -15,8 +15,8 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
+from fcsd.parallel.launch import Ranks
 from fcsd.parallel.overlap import attach
-from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.network.links import write_links
 from fcsd.planning.network.simulate import Payload

@@ -21,7 +21,7 @@ from fcsd.base.writing import (
     write_json,
     writing,
 )
-from fcsd.data.shards import Shard
+from fcsd.data.rows import Shard
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.checkpoint import read_header
 from fcsd.recipe.load_recipe import load_recipe

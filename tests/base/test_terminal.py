@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fcsd.base.terminal import fit, terminal_columns
-from fcsd.base.text import markdown
+from fcsd.base.text import fit, markdown, terminal_columns
 from tests.terminal import tables_of
 
 WORDS = "tensor-parallel ranks sum it with the routed experts before they go on"

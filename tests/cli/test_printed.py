@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.terminal import fit
+from fcsd.base.text import fit
 from fcsd.cli.main import main
 from fcsd.evaluation.scores import compare
 from fcsd.planning.layers.proposal import study_table

@@ -12,11 +12,11 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.data import reading
-from fcsd.data.bad_rows import BadRows
+from fcsd.data import write_rows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
+from fcsd.data.write_rows import BadRows
 from tests.data.test_data import (
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,
@@ -211,8 +211,8 @@ def test_a_bad_row_is_refused_before_a_model_is_loaded(
 def test_a_run_that_met_a_bad_row_continues_without_it_and_says_so_in_its_report(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PIECE_EXAMPLES", 8)
-    monkeypatch.setattr(reading, "_BLOCK", 8)
+    monkeypatch.setattr(write_rows, "PIECE_EXAMPLES", 8)
+    monkeypatch.setattr(write_rows, "_BLOCK", 8)
     spoil(bench, 50)
     command = ["distill", str(bench.recipe("r"))]
     assert main(command) == 2

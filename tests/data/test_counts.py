@@ -8,11 +8,11 @@ from typing import Any
 import datasets
 import pytest
 
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import ExampleCounts, tell_examples
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
+from fcsd.data.write_rows import BadRows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import user_error, write_rows
 

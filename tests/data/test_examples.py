@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
 from fcsd.data import template as template_module
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.data.messages import BadExample
+from fcsd.data.write_rows import BadRows
 from tests.data.test_data import (
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,

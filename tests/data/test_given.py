@@ -10,9 +10,9 @@ import datasets
 import numpy as np
 import pytest
 
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
+from fcsd.data.write_rows import BadRows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import user_error
 

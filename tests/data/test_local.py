@@ -10,8 +10,8 @@ import pytest
 
 from fcsd.data.config import SourceConfig
 from fcsd.data.local import data_fingerprint, fresh_cache
-from fcsd.data.reading import read_pieces
 from fcsd.data.sources import load_source, open_source
+from fcsd.data.write_rows import read_pieces
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.config import LikelihoodTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import load_task

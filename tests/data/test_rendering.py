@@ -13,7 +13,7 @@ from fcsd.data.chat import tokenize_examples
 from fcsd.data.rendering import BEGAN, dated
 from fcsd.evaluation.chat.chat import Speaker
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.steps import prompts
+from fcsd.evaluation.code.steps import prompt_texts
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
 from fcsd.evaluation.items import suite_prompts
 from fcsd.evaluation.scores import compare
@@ -89,7 +89,7 @@ def test_code_prompts_have_the_date_of_the_others(
     row = {"task": "x", "kind": "code", "dataset": "a/b", "chat_template": True}
     problem = Problem("0", "add", "def f(): pass", ())
     task = CodeTaskConfig.model_validate(row)
-    assert "Today is 2025-01-01" in prompts(tokenizer_with(), [problem], task)[0]
+    assert "Today is 2025-01-01" in prompt_texts(tokenizer_with(), [problem], task)[0]
 
 
 def test_no_date_is_recorded_where_the_template_writes_none(

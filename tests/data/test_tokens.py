@@ -23,14 +23,13 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.data import reading, rendering, rows, shards, sources, tokens
-from fcsd.data.bad_rows import BadRows
+from fcsd.data import rendering, rows, sources, tokens, write_rows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.data.local import data_fingerprint
-from fcsd.data.rows import in_order
 from fcsd.data.sources import open_source
+from fcsd.data.write_rows import BadRows, in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.context import Run
@@ -49,8 +48,8 @@ TOKENIZER = make_tokenizer()
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pieces so small that a hundred examples fill several of them."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(reading, "PIECE_EXAMPLES", 6)
-    monkeypatch.setattr(reading, "_BLOCK", 3)
+    monkeypatch.setattr(write_rows, "PIECE_EXAMPLES", 6)
+    monkeypatch.setattr(write_rows, "_BLOCK", 3)
 
 
 def folder(path: Path, *lengths: int) -> str:
@@ -214,7 +213,7 @@ def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(
 
     def killed() -> int:
         Places(file.parent, kill="before rename to 0.safetensors, 1").watch()
-        shards.write_arrays(file, arrays, {})
+        rows.write_arrays(file, arrays, {})
         return 0
 
     assert_killed(killed, tmp_path / "output")
@@ -222,13 +221,13 @@ def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(
     assert left.name.startswith(".0.safetensors.")
     before = os.umask(0o027)
     try:
-        shards.write_arrays(file, arrays, {"a": 1})
+        rows.write_arrays(file, arrays, {"a": 1})
     finally:
         os.umask(before)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert oct(file.stat().st_mode)[-3:] == "640"
-    assert shards.Shard(file).record == {"a": 1}
-    assert shards.Shard(file).array("ids").tolist() == [0, 1, 2, 3]
+    assert rows.Shard(file).record == {"a": 1}
+    assert rows.Shard(file).array("ids").tolist() == [0, 1, 2, 3]
 
 
 def test_what_was_written_before_a_kill_is_not_tokenized_again(
@@ -250,7 +249,7 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
     built, record = mixed(tmp_path / "tokens")
     in_all = len([*(tmp_path / "tokens").rglob("0*.safetensors")])
     assert written - 100 == in_all - 9 > 9
-    monkeypatch.setattr(rows, "open_source", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(write_rows, "open_source", lambda *_: pytest.fail("read again"))
     assert texts(mixed(tmp_path / "tokens")[0]) == texts(built)
     for path in (tmp_path / "tokens").glob("rows-*"):
         path.unlink()  # another seed would make other rows of the same tokens
@@ -306,7 +305,7 @@ def test_what_a_kill_in_the_middle_of_a_shard_leaves_is_swept_when_it_is_written
     if (child := os.fork()) == 0:
         end_if_it_hangs()
         try:
-            shards.write_arrays(path, {"ids": np.ones(1 << 25, np.int32)}, {})
+            rows.write_arrays(path, {"ids": np.ones(1 << 25, np.int32)}, {})
         finally:
             os._exit(0)
     while not any(file.stat().st_size > 1 << 20 for file in path.parent.iterdir()):
@@ -316,7 +315,7 @@ def test_what_a_kill_in_the_middle_of_a_shard_leaves_is_swept_when_it_is_written
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert not path.exists()
-    shards.write_arrays(path, {"ids": np.ones(3, np.int32)}, {})
+    rows.write_arrays(path, {"ids": np.ones(3, np.int32)}, {})
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
@@ -622,8 +621,8 @@ def test_memory_does_not_grow_with_the_data(
     """A tenth of two million tokens, and all of them; in memory they would take 12
     bytes each, 22 MB more.
     """
-    monkeypatch.setattr(reading, "PIECE_EXAMPLES", 256)
-    monkeypatch.setattr(reading, "_BLOCK", 256)
+    monkeypatch.setattr(write_rows, "PIECE_EXAMPLES", 256)
+    monkeypatch.setattr(write_rows, "_BLOCK", 256)
     line = json.dumps({"text": "abcd efgh " * 20}) + "\n"
     for name, number in (("few", 1), ("many", 10)):
         (tmp_path / f"{name}-data").mkdir()

@@ -17,15 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fcsd.base.artifact import model_outputs
 from fcsd.base.files import write_sealed
 from fcsd.evaluation import stage
+from fcsd.evaluation.results import configuration_fingerprint
 from fcsd.evaluation.stage import EvaluatedFolder
-from fcsd.evaluation.store import configuration_fingerprint
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
 from fcsd.parallel import place as placed
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.launch import Launch, join_launch
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Launch, Ranks, join_launch
 from fcsd.pipeline import reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.recipe.load_recipe import load_recipe

@@ -26,18 +26,17 @@ from fcsd.evaluation.backend import BatchSizer
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig
 from fcsd.evaluation.datasets import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.lm_eval import tasks as likelihood
+from fcsd.evaluation.results import Journal, TaskStore
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
     EvaluatedFolder,
     PlannedEvaluation,
     run_evaluation,
 )
-from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import find_model
-from fcsd.parallel.launch import join_launch
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks, join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model

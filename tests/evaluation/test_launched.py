@@ -18,7 +18,7 @@ from fcsd.evaluation.results import read_result
 from fcsd.evaluation.stage import FINISHED_TASKS
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity import load_model
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.launch import input_device
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.test_ranks import place
 from tests.parallel.test_engines import launch, outcomes

@@ -19,13 +19,12 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import preserved
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.launch import Ranks, is_sharded, join_launch
 from fcsd.parallel.place import load_for_evaluation
-from fcsd.parallel.ranks import Ranks, is_sharded
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.evaluation.test_runner import TASKS, write_rows

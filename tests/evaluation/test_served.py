@@ -16,21 +16,19 @@ from fcsd.cli.main import main
 from fcsd.evaluation import server as client
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval import served as lm_eval_served
+from fcsd.evaluation.results import Journal
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
     EvaluatedFolder,
     PlannedEvaluation,
     run_evaluation,
 )
-from fcsd.evaluation.store import Journal
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.spec import Connectivity, ModelConfig
 from fcsd.model.load import ModelFolder, find_model
-from fcsd.parallel.launch import Launch, join_launch
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Launch, Ranks, join_launch
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
@@ -511,8 +509,8 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         evaluation = PlannedEvaluation(
             name, model, load_suite("tiny"), config, reference
         )
-        stage = run_evaluation(evaluation, tmp_path / name, launch)
-        return dict(read_json(stage.folder / "results.json"))
+        run_evaluation(evaluation, tmp_path / name, launch)
+        return dict(read_json(tmp_path / name / "results.json"))
 
     server, launch = recipe.evaluation.server, join_launch()
     with user_error(

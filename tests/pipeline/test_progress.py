@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fcsd.pipeline.progress import run_progress
+from fcsd.pipeline.run import run_progress
 from fcsd.training.run import ProgressBar
 from tests.support import Bench, run_of
 

@@ -20,7 +20,7 @@ from fcsd.base.artifact import Stage
 from fcsd.base.files import read_json
 from fcsd.base.memory import available_memory
 from fcsd.cli.main import main
-from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.launch import ALONE
 from fcsd.parallel.state import StateFile
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.checkpoint_writer import CheckpointWriter
@@ -348,7 +348,7 @@ def writing_rank(rank: int) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from fcsd.parallel.ranks import Ranks
+    from fcsd.parallel.launch import Ranks
     from fcsd.parallel.state import state_files
 
     model = torch.nn.Linear(6, 6)

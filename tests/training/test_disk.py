@@ -11,8 +11,8 @@ import pytest
 from fcsd.cli.main import main
 from fcsd.training import best, checkpoint_writer
 from fcsd.training import run as run_module
+from fcsd.training.checkpoint_writer import disk_need
 from fcsd.training.config import TrainConfig
-from fcsd.training.disk import disk_need
 from fcsd.training.trainer import DistillTrainer
 from tests.support import Bench, few
 

@@ -14,9 +14,9 @@ import torch
 
 from fcsd.base.errors import UserError, is_out_of_memory
 from fcsd.cli.main import main
-from fcsd.training import out_of_memory
+from fcsd.training import ready_trainer
 from fcsd.training.config import TrainConfig
-from fcsd.training.out_of_memory import REST, advice, explain_oom, held
+from fcsd.training.ready_trainer import REST, advice, explain_oom, held
 from fcsd.training.teachers.base import ModelTeacher
 from tests.memory import PLAIN, memory_of_this_process, small_model, train_two_steps
 from tests.reference.tiny import tiny_model
@@ -141,7 +141,7 @@ def test_advice_begins_with_the_largest_term_and_leaves_out_what_is_done_already
 def test_every_way_in_which_memory_is_refused_is_known(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(out_of_memory, "peak_bytes", lambda device: 10 << 30)
+    monkeypatch.setattr(ready_trainer, "peak_bytes", lambda device: 10 << 30)
     student = tiny_model("qwen2_moe")
     with (
         user_error(

@@ -24,7 +24,7 @@ from fcsd.cli.main import main
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.launch import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report import report as report_module
 from fcsd.training import checkpoint_writer as writer_module

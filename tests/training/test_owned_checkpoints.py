@@ -17,7 +17,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_sealed
 from fcsd.base.writing import write_json
 from fcsd.cli.main import main
-from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.launch import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training import trainer as trainer_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files

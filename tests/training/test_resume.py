@@ -23,7 +23,7 @@ from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
 from fcsd.data import sources as sources_module
 from fcsd.model import load
-from fcsd.parallel import stages
+from fcsd.parallel import launch as launch_module
 from fcsd.training import best as best_module
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import resumable as resumable_module
@@ -607,7 +607,7 @@ def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_trai
 
     def killed() -> int:
         if moment == "the model is hashed":
-            monkeypatch.setattr(stages, "model_outputs", die)
+            monkeypatch.setattr(launch_module, "model_outputs", die)
         elif moment == "the manifest is written":
             monkeypatch.setattr(
                 artifact,

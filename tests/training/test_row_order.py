@@ -22,10 +22,10 @@ from fcsd.api.trainer import FCSDTrainer
 from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
 from fcsd.data.dataset import given_rows
+from fcsd.data.rows import EpochRows
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.row_order import EpochRows
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model
 from tests.support import Bench, command_words, few, trained_weights, user_error

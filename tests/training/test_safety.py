@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 
 from fcsd.base.errors import Interrupted, UserError
-from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.launch import ALONE
 from fcsd.training import run as run_module
 from fcsd.training import signals as signals_module
 from fcsd.training.arguments import RecipeArguments

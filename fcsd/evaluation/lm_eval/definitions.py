@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, refuse
-from fcsd.base.strict import did_you_mean
+from fcsd.base.errors import UserError
+from fcsd.base.strict import did_you_mean, refuse
 from fcsd.evaluation.lm_eval.packages import tasks_folder
 from fcsd.model.preserve import quiet
 

@@ -27,7 +27,7 @@ from fcsd.base.text import draws_foreign_bars
 from fcsd.data.rendering import dated_options, template_errors, tokenizer_name
 from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.evaluation.config import KINDS, LMEvalTaskConfig
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.launch import input_device
 from fcsd.training.generation import (
     OVERFLOW,
     SAMPLING_SEED,

@@ -37,12 +37,11 @@ from fcsd.evaluation.own_text.text import (
     lengths_up_to,
     repeated_4grams,
 )
-from fcsd.evaluation.results import end_of, text_hash
-from fcsd.evaluation.store import TaskStore
+from fcsd.evaluation.results import TaskStore, end_of, text_hash
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.model.load import num_positions
 from fcsd.model.preserve import preserved
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.launch import input_device
 from fcsd.parallel.shard import whole_head
 from fcsd.training.generation import (
     OVERFLOW,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import check_text
 from fcsd.data.config import SourceConfig
 from fcsd.data.examples import Completion, Conversation, read_example
@@ -19,6 +18,7 @@ from fcsd.data.rendering import chat_writer, require_chat_template
 from fcsd.data.sources import columns_of, open_source
 from fcsd.data.template import message_form_of
 from fcsd.data.tokens import token_ids
+from fcsd.data.write_rows import BadRows
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.results import text_hash

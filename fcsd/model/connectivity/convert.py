@@ -8,12 +8,7 @@ from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import rewire
-from fcsd.model.connectivity.modeling import (
-    base_model_class,
-    farskip_model_class,
-    with_farskip,
-    without_farskip,
-)
+from fcsd.model.connectivity.modeling import classes_of, with_farskip, without_farskip
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import Family, family_of, moe_mask
@@ -55,7 +50,7 @@ def convert_model(
         layers = rewire.rewire(model, family, field)
     except ValueError as error:
         raise UserError(f"{type(model).__name__}: {error}") from None
-    model.__class__ = farskip_model_class(family)
+    model.__class__ = classes_of(family).farskip_model
     _replace_config(model, with_farskip(model.config, family, field))
     return layers
 
@@ -75,8 +70,8 @@ def unconvert_model(model: Any) -> None:
         rewire.unrewire(model)
     except ValueError as error:
         raise UserError(f"{type(model).__name__}: {error}") from None
-    base = base_model_class(family)
-    if isinstance(model, farskip_model_class(family)):
+    base = classes_of(family).model
+    if isinstance(model, classes_of(family).farskip_model):
         model.__class__ = base
         _replace_config(model, without_farskip(model.config, family))
 
@@ -108,7 +103,7 @@ def _family(model: Any) -> Family:
     names = (family.causal_lm, f"FarSkip{family.causal_lm}")
     # FSDP2 makes a subclass of each module's class, which `isinstance` would accept.
     if (
-        not isinstance(model, base_model_class(family))
+        not isinstance(model, classes_of(family).model)
         or type(model).__name__ not in names
     ):
         raise UserError(

@@ -20,10 +20,8 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint,
 )
 from fcsd.model.connectivity.modeling import (
-    base_config_class,
-    base_model_class,
-    farskip_config_class,
-    farskip_model_class,
+    FamilyClasses,
+    classes_of,
     modeling_module,
     register_families,
     with_farskip,
@@ -315,8 +313,9 @@ def config_and_class(
     family = checkpoint.family
     assert family is not None
     register_families(family)
-    _check_classes(checkpoint, experts_implementation)
-    config = load_config(checkpoint)
+    classes = classes_of(family)
+    _check_classes(checkpoint, classes, experts_implementation)
+    config = _config_of(checkpoint, classes)
     mask = moe_mask(config, family)
     if original and connectivity is not None:
         raise UserError(
@@ -325,13 +324,13 @@ def config_and_class(
         )
     if checkpoint.connectivity is None:
         if connectivity is None:
-            return config, base_model_class(family)
+            return config, classes.model
         field = connectivity.new_field(mask, family.layout)
-        return with_farskip(config, family, field), farskip_model_class(family)
+        return with_farskip(config, family, field), classes.farskip_model
     # also refuses indices that the model does not have
     own_field = checkpoint.connectivity.field(mask)
     if original:
-        return without_farskip(config, family), base_model_class(family)
+        return without_farskip(config, family), classes.model
     if (
         connectivity is not None
         and (wanted_field := connectivity.field(mask)) != own_field
@@ -342,7 +341,7 @@ def config_and_class(
             " leave the connectivity out to load it as it is, or convert the original"
             " checkpoint"
         )
-    return config, farskip_model_class(family)
+    return config, classes.farskip_model
 
 
 @functools.cache
@@ -360,7 +359,9 @@ def _types_by_class() -> dict[str, set[str]]:
     return types
 
 
-def _check_classes(checkpoint: Checkpoint, experts_implementation: Any) -> None:
+def _check_classes(
+    checkpoint: Checkpoint, classes: FamilyClasses, experts_implementation: Any
+) -> None:
     """Refuse a config whose `architectures` are of other model types, and an
     implementation of the experts that the model's class does not have.
     """
@@ -382,8 +383,7 @@ def _check_classes(checkpoint: Checkpoint, experts_implementation: Any) -> None:
         )
     if experts_implementation in (None, "eager"):
         return
-    cls: Any = base_model_class(family)
-    if not cls._can_set_experts_implementation():
+    if not classes.model._can_set_experts_implementation():
         raise UserError(
             f"{checkpoint.folder}: transformers refuses"
             f" experts_implementation={experts_implementation!r}: it computes the experts"
@@ -412,13 +412,15 @@ def load_config(checkpoint: Checkpoint) -> Any:
     """Return the config object of a checkpoint of a known family, with upstream's
     defaults filled in.
     """
-    family = checkpoint.family
-    assert family is not None
-    farskip = checkpoint.connectivity is not None
-    if farskip:
-        config_class = farskip_config_class(family)
-    else:
-        config_class = base_config_class(family)
+    assert checkpoint.family is not None
+    return _config_of(checkpoint, classes_of(checkpoint.family))
+
+
+def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
+    """Return the config object of a checkpoint, by the classes of its family."""
+    config_class = classes.config
+    if checkpoint.connectivity is not None:
+        config_class = classes.farskip_config
     try:
         if checkpoint.foreign or checkpoint.leftover:
             # A copy, because it writes into rope_scaling.

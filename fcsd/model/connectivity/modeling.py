@@ -15,7 +15,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fcsd.base.errors import UserError
 from fcsd.model.families import (
@@ -267,24 +267,23 @@ def auto_models(family: Family) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("AutoModelForCausalLM", family.auto_model)))
 
 
-def farskip_config_class(family: Family) -> Any:
-    """Return `FarSkip<Family>Config`."""
-    return getattr(modeling_module(family), f"FarSkip{family.config}")
+class FamilyClasses(NamedTuple):
+    """The classes of a family: its own, and those of its FarSkip checkpoints."""
+
+    config: Any
+    model: Any
+    farskip_config: Any
+    farskip_model: Any
 
 
-def farskip_model_class(family: Family) -> Any:
-    """Return `FarSkip<Family>ForCausalLM`."""
-    return getattr(modeling_module(family), f"FarSkip{family.causal_lm}")
-
-
-def base_config_class(family: Family) -> Any:
-    """Return the family's own configuration class."""
-    return getattr(modeling_module(family), family.config)
-
-
-def base_model_class(family: Family) -> Any:
-    """Return the family's own CausalLM class."""
-    return getattr(modeling_module(family), family.causal_lm)
+def classes_of(family: Family) -> FamilyClasses:
+    """Return `<Family>Config` and its CausalLM, and the same of FarSkip."""
+    module = modeling_module(family)
+    names = (family.config, family.causal_lm)
+    own, farskip = (
+        [getattr(module, prefix + name) for name in names] for prefix in ("", "FarSkip")
+    )
+    return FamilyClasses(*own, *farskip)
 
 
 def _as_class(config: Any, config_class: Any) -> Any:
@@ -301,14 +300,14 @@ def with_farskip(config: Any, family: Family, field: dict[str, Any]) -> Any:
     """Return a copy of a config (base or FarSkip) as `FarSkip<Family>Config` with this
     `farskip` field.
     """
-    copied = _as_class(config, farskip_config_class(family))
+    copied = _as_class(config, classes_of(family).farskip_config)
     copied.farskip = field
     return copied
 
 
 def without_farskip(config: Any, family: Family) -> Any:
     """Return a copy of a config as the base family's config."""
-    copied = _as_class(config, base_config_class(family))
+    copied = _as_class(config, classes_of(family).config)
     copied.architectures = [family.causal_lm]
     return copied
 

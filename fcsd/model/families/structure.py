@@ -4,13 +4,11 @@ scaled.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.families import FAMILIES, base_model_type
 
 LOGIT_SCALES = {
     "logits_scaling": -1, "logit_scale": 1, "logits_mup_width_multiplier": -1, "output_multiplier": 1,
@@ -18,19 +16,6 @@ LOGIT_SCALES = {
 """Config field -> power: 1 multiplies the head's output, or the hidden states before it,
 by the field; -1 divides by it.
 """
-
-
-def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
-    """Return how a model with this config keeps the examples of a packed row apart; see
-    `Family.packing`.
-    """
-    return _packing(config.model_type)
-
-
-@cache
-def _packing(model_type: str) -> Literal["position_ids", "given_masks", "leaks"]:
-    row = FAMILIES.get(base_model_type(model_type))
-    return "position_ids" if row is None else row.packing
 
 
 def head_scaling(config: Any) -> tuple[float, float | None]:

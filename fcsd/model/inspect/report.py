@@ -159,11 +159,11 @@ def _of_a_family(
     raw: Mapping[str, Any], family: Family, source: Source
 ) -> dict[str, Any]:
     """Return the facts about a checkpoint of a listed family."""
-    from fcsd.model.connectivity.modeling import base_config_class, base_model_class
+    from fcsd.model.connectivity.modeling import classes_of
     from fcsd.model.inspect.parameters import count_parameters
 
-    cls = base_model_class(family)
-    config_class = base_config_class(family)
+    cls = classes_of(family).model
+    config_class = classes_of(family).config
     config = config_object(config_class, raw, family.model_type, source.where)
     mask = moe_mask(config, family)
     text = text_config(config, family)

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.modeling import base_config_class, base_model_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import FAMILIES
 from fcsd.pipeline.tiny.cut import cut_sizes
 
@@ -22,7 +22,7 @@ def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
     # These are arguments of the model, not fields of its configuration.
     names = ("attn_implementation", "experts_implementation", "dtype")
     options = {name: changes.pop(name) for name in names if name in changes}
-    model_class = base_model_class(FAMILIES[config.model_type])
+    model_class = classes_of(FAMILIES[config.model_type]).model
     try:
         model = model_class._from_config(cut_sizes(config, **changes), **options)
     # transformers raises errors of many types for sizes that do not fit together.
@@ -43,7 +43,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
         raise UserError(
             f"no family has the model type '{model_type}'; `fcsd families` lists them"
         )
-    return small_model(base_config_class(FAMILIES[model_type])(), seed, **changes)
+    return small_model(classes_of(FAMILIES[model_type]).config(), seed, **changes)
 
 
 @torch.no_grad()

@@ -43,9 +43,8 @@ from fcsd.evaluation.config import (
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.evaluation.suites import load_suite, suite_names
-from fcsd.model.config import ModelConfig
-from fcsd.model.connectivity.modeling import base_config_class
-from fcsd.model.connectivity.spec import parse_selection
+from fcsd.model.connectivity.modeling import classes_of
+from fcsd.model.connectivity.spec import ModelConfig, parse_selection
 from fcsd.model.families import family_of
 from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.model.quantised.methods import without_quantisation
@@ -293,7 +292,7 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
     family = family_of(config)
     raw = without_quantisation(config)  # of its weights
     return config_object(
-        base_config_class(family), raw, family.model_type, source.where
+        classes_of(family).config, raw, family.model_type, source.where
     )
 
 

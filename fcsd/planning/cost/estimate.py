@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.data.rows import MOST_WORKERS
+from fcsd.data.write_rows import MOST_WORKERS
 from fcsd.evaluation.config import KINDS
 from fcsd.model.families import expert_counts
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.ranks import fits_whole
+from fcsd.parallel.launch import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import (
@@ -44,9 +44,8 @@ from fcsd.planning.cost.training import (
 )
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig
 from fcsd.training.arguments import refuse_what_cannot_be_sharded
-from fcsd.training.checkpoint_writer import BACKGROUND_FROM
+from fcsd.training.checkpoint_writer import BACKGROUND_FROM, disk_need
 from fcsd.training.config import micro_batches
-from fcsd.training.disk import disk_need
 
 # benchmarks/tokens.py, docs/decisions.md of 2026-11-22: 13,031 rows of 4096 tokens,
 # read, tokenized and packed in one process, took 70.0 s of processor time.

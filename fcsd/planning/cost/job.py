@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fcsd.base.errors import UserError, refuse
+from fcsd.base.errors import UserError
+from fcsd.base.strict import refuse
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
 from fcsd.planning.cost.machine import Machine, make_machine

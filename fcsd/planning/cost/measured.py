@@ -20,11 +20,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_editable, write_sealed
-from fcsd.base.strict import Strict, validate
-from fcsd.model.config import ConnectivityConfig
-from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.base.strict import Rule, Strict, refuse, validate
+from fcsd.model.connectivity.spec import ConnectivityConfig, resolve_layers
 from fcsd.parallel.overlap.schedule import beside
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.times import gain, plan_times, summary

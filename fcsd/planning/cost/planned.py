@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Rule, refuse
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import resolve_layers

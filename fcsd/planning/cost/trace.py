@@ -33,7 +33,7 @@ class Setting:
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole
     copies. on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a
     CPU. accumulates: the step has several micro-batches, so that gradients exist when
-    one begins. teacher: its backend (`fcsd.model.config.TeacherConfig`). adapters: the
+    one begins. teacher: its backend (`fcsd.training.teachers.config.TeacherConfig`). adapters: the
     student is a LoRA student, with its own weights in `teacher_dtype` and the adapters
     in `student_dtype`.
     """

@@ -14,7 +14,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.model.autocast import computing_dtype
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.modeling import base_config_class, base_model_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
@@ -133,14 +133,14 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     model from it.
     """
     family = family_of(training.config)
-    cls = base_model_class(family)
+    cls = classes_of(family).model
     # A training needs plain weights, and transformers' default implementation of the
     # experts.
     plain = without_quantisation(training.config)
     raw = {
         key: value for key, value in plain.items() if key != "experts_implementation"
     }
-    config_class = base_config_class(family)
+    config_class = classes_of(family).config
     config = config_object(config_class, raw, family.model_type, training.where)
     # Checked again with the class's defaults for keys that the file lacks.
     try:

@@ -36,7 +36,7 @@ from fcsd.base.text import progress_bar, size
 from fcsd.base.writing import file_beside, writing
 from fcsd.model.connectivity.spec import selection_text
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Ranks
 from fcsd.training.losses.fused import CHUNK_BYTES
 from fcsd.training.losses.heldout_kl import OriginalOutputs
 

@@ -23,8 +23,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
+from fcsd.base.strict import refuse
 from fcsd.base.text import markdown, nats
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers, selection_text
 from fcsd.model.load import find_model

@@ -5,8 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.errors import Rule
-from fcsd.base.strict import like, option
+from fcsd.base.strict import Rule, like, option
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
     KINDS,
@@ -17,8 +16,11 @@ from fcsd.evaluation.config import (
 )
 from fcsd.evaluation.study import ModelStudy
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.config import ConnectivityConfig
-from fcsd.model.connectivity.spec import Connectivity, resolve_layers
+from fcsd.model.connectivity.spec import (
+    Connectivity,
+    ConnectivityConfig,
+    resolve_layers,
+)
 from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better

@@ -35,11 +35,11 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_seal, read_json, write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
-from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset, heldout_fingerprint, heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rendering import TEMPLATE_DATE
+from fcsd.data.write_rows import BadRows
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.datasets import test_set_fingerprints
 from fcsd.evaluation.own_text.measure import Original
@@ -51,10 +51,8 @@ from fcsd.model.connectivity.load import load_config
 from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_checkpoint, to_device
-from fcsd.parallel.launch import Launch, begin_stage, finish_stage
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Launch, Ranks, begin_stage, finish_stage
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.pairs import (
     HiddenStates,
@@ -74,6 +72,7 @@ from fcsd.planning.layers.settings import (
 )
 from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
+from fcsd.training.losses.head import packing_of
 from fcsd.training.losses.heldout_kl import kl_by_row, read_original
 
 SCHEMA_VERSION = 1

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fcsd.base.errors import Rule, UserError, broken
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_editable, write_sealed
-from fcsd.base.strict import Strict, validate
+from fcsd.base.strict import Rule, Strict, broken, validate
 
 Array = NDArray[np.float64]
 Phase = Literal["metadata", "dispatch", "combine"]

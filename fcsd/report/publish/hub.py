@@ -14,8 +14,9 @@ from huggingface_hub.errors import (
 )
 
 from fcsd.base.artifact import LEFT
-from fcsd.base.errors import Rule, UserError, refuse, without_credentials
+from fcsd.base.errors import UserError, without_credentials
 from fcsd.base.files import read_json
+from fcsd.base.strict import Rule, refuse
 from fcsd.base.writing import scratch_folder
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX
 from fcsd.report.publish.card import RESULTS

@@ -24,8 +24,9 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from fcsd.base.artifact import LEFT, changed_files, read_manifest
-from fcsd.base.errors import Rule, UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, read_sealed
+from fcsd.base.strict import Rule, refuse
 from fcsd.base.weights import check_finite, weight_files, weights_fingerprint
 from fcsd.base.writing import is_empty, new_folder, scratch_folder, write_text
 from fcsd.evaluation.read import read_any_result

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fcsd.base.errors import UserError, refuse
+from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_regular,
     content_fingerprint,
@@ -34,6 +34,7 @@ from fcsd.base.files import (
     read_sealed,
     write_sealed,
 )
+from fcsd.base.strict import refuse
 from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.base.writing import discard_folder, write_json, writing
 from fcsd.data.batches import Batch, real_tokens
@@ -46,8 +47,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.rewire import rewired_layers
 from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Launch, Ranks
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.left_out import NAMES, LeftOut
 from fcsd.training.calibration.model import complaint, shown, text_of_rank

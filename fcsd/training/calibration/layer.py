@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fcsd.base.hooks import After, Before, Stopped, first_tensor, hidden_states, hooked
 from fcsd.data.batches import Batch, real_tokens
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 from fcsd.training.calibration.experts import fold_adds, fold_reads
 from fcsd.training.calibration.left_out import LeftOut
 from fcsd.training.calibration.roles import Group, Roles, Side, roles_of

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fcsd.base.stats import ratio
 from fcsd.data.batches import NO_LOSS, Batch, next_token_targets, real_tokens
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Ranks
 from fcsd.training.calibration.state import Models, batches_of, first_stream, to
 from fcsd.training.calibration.steps import Stream
 from fcsd.training.losses.heldout_kl import kl_sum

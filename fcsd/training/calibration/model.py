@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.base.errors import Rule, refuse, wrong_kind
+from fcsd.base.strict import Rule, refuse, wrong_kind
 from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
@@ -14,7 +14,7 @@ from fcsd.model.families import base_model_type, family_of
 from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
 from fcsd.model.load import refuse_not_finite
 from fcsd.model.quantised.methods import model_quantisation
-from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
+from fcsd.parallel.launch import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
 from fcsd.training.calibration.state import (

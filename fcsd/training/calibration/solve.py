@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 
 FITS_THE_SAMPLE = 1.15
 """A map is rejected if its residual on held-out rows exceeds that of the identity by more

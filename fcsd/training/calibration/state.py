@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fcsd.data.batches import Batch, in_batches, real_tokens
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Ranks
 from fcsd.training.calibration.roles import Place, fold_map
 from fcsd.training.calibration.solve import LeastSquares, Solution
 from fcsd.training.calibration.steps import Steps, Stream

@@ -13,6 +13,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.text import nats
 from fcsd.base.writing import write_text
+from fcsd.data.rows import step_rows
 from fcsd.model.connectivity.modeling import auto_map
 from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families import family_of
@@ -28,7 +29,6 @@ from fcsd.training.card.facts import (
     recorded_origin,
     with_linked_licence,
 )
-from fcsd.training.row_order import step_rows
 
 TAGS = ("farskip", "fcsd")
 """Tags of a model on the Hub."""

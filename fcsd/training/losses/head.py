@@ -15,12 +15,15 @@ Parameters, modules and names do not change; without `objective` the model behav
 before.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +32,11 @@ from transformers.utils import ModelOutput
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS, Batch, next_token_targets
-from fcsd.model.families import base_model_type
+from fcsd.model.families import FAMILIES, base_model_type
 from fcsd.model.families.structure import (
     head_and_body,
     head_scaling,
     output_head,
-    packing_of,
     unpadded_vocab_size,
     unwrapped,
 )
@@ -343,3 +345,16 @@ def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> No
             f"model type '{base_model_type(config.model_type)}' lets packed examples"
             " attend to each other; set data.packing: false"
         )
+
+
+def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
+    """Return how a model with this config keeps the examples of a packed row apart; see
+    `Family.packing`.
+    """
+    return _packing(config.model_type)
+
+
+@cache
+def _packing(model_type: str) -> Literal["position_ids", "given_masks", "leaks"]:
+    row = FAMILIES.get(base_model_type(model_type))
+    return "position_ids" if row is None else row.packing

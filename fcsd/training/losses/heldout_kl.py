@@ -33,7 +33,7 @@ from fcsd.data.batches import (
     trim_padding,
 )
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
-from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.parallel.launch import ALONE, Ranks, input_device
 from fcsd.parallel.shard import whole_head
 from fcsd.training.losses.fused import Head, fused_linear_loss
 from fcsd.training.losses.head import batch_hidden, loss_head, refuse_packing

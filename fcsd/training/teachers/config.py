@@ -4,8 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.errors import Rule
-from fcsd.base.strict import FolderPath, Strict, one_of
+from fcsd.base.strict import FolderPath, Rule, Strict, one_of
 
 
 class _OfACheckpoint(Strict):

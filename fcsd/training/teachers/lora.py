@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.base.errors import UserError, check_kind, one_line
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.strict import check_kind
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families.structure import has_adapters, is_adapter, output_head

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import pytest
 
 from fcsd.base.files import read_json
-from fcsd.base.terminal import fit
+from fcsd.base.text import fit
 from fcsd.base.writing import write_json
 from fcsd.cli.main import main as fcsd
 from fcsd_bench import times

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fcsd.base.text import progress_bar
 from fcsd.model.families.choices import Routed, recording
-from fcsd.parallel.ranks import Ranks, input_device
+from fcsd.parallel.launch import Ranks, input_device
 
 Read = TypeVar("Read")
 

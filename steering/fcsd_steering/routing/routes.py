@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fcsd.model.families.capacity import capacity, kept_pairs
 from fcsd.model.families.routers import find_routers
-from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Ranks
 from fcsd_steering.routing.counts import read_batches
 from fcsd_steering.routing.metrics import Array
 

@@ -16,9 +16,8 @@ from fcsd.base.writing import check_file_place
 from fcsd.model.families import base_model_type
 from fcsd.model.families.choices import Routed
 from fcsd.model.load import find_model
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import ALONE, Launch, Ranks
 from fcsd.parallel.place import load_for_evaluation
-from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.planning.cost.windows import Windows, read_windows_file
 from fcsd.planning.network.links import Array
 from fcsd.planning.network.simulate import exchange_counts

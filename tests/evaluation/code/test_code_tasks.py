@@ -14,9 +14,9 @@ from fcsd.evaluation.code import scorer as scorer_module
 from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
 from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.code.steps import prompts, questions_of
+from fcsd.evaluation.code.steps import prompt_texts, questions_of
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.launch import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
 from tests.support import user_error
@@ -120,7 +120,9 @@ def test_a_chat_template_that_is_asked_for_and_missing_is_refused() -> None:
     with user_error(
         "task t: chat_template: true, but the tokenizer has no chat template"
     ):
-        prompts(tokenizer, [Problem("1", "p", "", ("x",))], row(chat_template=True))
+        prompt_texts(
+            tokenizer, [Problem("1", "p", "", ("x",))], row(chat_template=True)
+        )
 
 
 PROBLEMS = [Problem(str(n), "a " * n + "b", "", ("x",)) for n in (1, 7, 3, 5, 2)]
@@ -130,7 +132,7 @@ def complete(
     model: Any, tokenizer: Any, problems: list[Problem], task: Any, *, batch_size: int
 ) -> Any:
     backend = InMemoryBackend(model, tokenizer, batch_size, ALONE, progress=False)
-    texts = prompts(tokenizer, problems, task)
+    texts = prompt_texts(tokenizer, problems, task)
     answers = iter(backend.answers(questions_of(backend, texts, task)))
     return {
         problem.task_id: [next(answers).text for _ in range(task.num_samples)]
@@ -150,7 +152,7 @@ def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
     assert list(made) == [problem.task_id for problem in PROBLEMS]
     ends = {tokenizer.eos_token_id, model.generation_config.eos_token_id}
     for problem, text in zip(
-        PROBLEMS, prompts(tokenizer, PROBLEMS, row()), strict=True
+        PROBLEMS, prompt_texts(tokenizer, PROBLEMS, row()), strict=True
     ):
         ids, new = tokenizer(text)["input_ids"], []
         with torch.no_grad():

@@ -18,8 +18,8 @@ import pytest
 
 from fcsd.base.errors import ScorerError
 from fcsd.evaluation.code import sandbox
+from fcsd.evaluation.code import scorer as scorer_module
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.sandbox import client
 from fcsd.evaluation.code.scorer import CodeScorer
 from tests.evaluation.code.attacks import (
     CONFIGURATIONS,
@@ -592,7 +592,7 @@ def test_a_full_disk_is_a_scorer_error_before_any_program(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(client, "scratch_folder", full)
+    monkeypatch.setattr(scorer_module, "scratch_folder", full)
     message = r"cannot start a sandbox server.*No space left.*call again"
     with pytest.raises(ScorerError, match=message), opened("all layers"):
         pass

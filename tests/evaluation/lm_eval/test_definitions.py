@@ -17,7 +17,7 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.steps import prompts
+from fcsd.evaluation.code.steps import prompt_texts
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.lm_eval import definitions
 from fcsd.evaluation.lm_eval.packages import tasks_folder
@@ -299,7 +299,9 @@ def test_a_program_is_asked_for_with_the_system_prompt_and_with_or_without_thoug
 
     code = {**CODE, "chat_template": True, "thinking": thinking}
     row = validate(CodeTaskConfig, code | {"system_prompt": "Be brief."}, "row")
-    assert prompts(Tokenizer(), [Problem("1", "Write f.", "", ())], row) == ["text"]  # type: ignore[arg-type]
+    assert prompt_texts(Tokenizer(), [Problem("1", "Write f.", "", ())], row) == [
+        "text"
+    ]  # type: ignore[arg-type]
     turns = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Write f."},

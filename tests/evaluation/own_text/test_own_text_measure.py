@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.suites import load_suite
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Ranks
 from tests.float64 import BOUND, in_float64
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model

@@ -19,7 +19,7 @@ from fcsd.model.connectivity import (
     farskip_layers,
     resolve_layers,
 )
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import moe_mask, text_config
 from tests.real_configs import real_config
 from tests.support import cache_of
@@ -66,7 +66,7 @@ def real_model(name):
     with tempfile.TemporaryDirectory() as folder:
         family, config = real_config(name, Path(folder))
     with torch.device("meta"):
-        return family, base_model_class(family)._from_config(
+        return family, classes_of(family).model._from_config(
             config, dtype=torch.bfloat16
         ).eval()
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error, in_float64
 from tests.reference.instella import CONFIGS, WRONG, instella_logits, sigma
@@ -89,7 +89,7 @@ def test_the_scale_of_the_published_models_has_yarns_factor_squared():
         qk_rope_head_dim=32,
         rope_parameters=YARN | {"rope_theta": 8e6},
     )
-    model = base_model_class(FAMILIES["instella_moe"])(config)
+    model = classes_of(FAMILIES["instella_moe"]).model(config)
     assert model.model.layers[0].self_attn.scaling == pytest.approx(
         0.16562688, abs=1e-8
     )
@@ -97,7 +97,7 @@ def test_the_scale_of_the_published_models_has_yarns_factor_squared():
 
 
 def test_the_gate_is_trained_and_starts_like_other_weights():
-    model = base_model_class(FAMILIES["instella_moe"])(
+    model = classes_of(FAMILIES["instella_moe"]).model(
         tiny_config("instella_moe", initializer_range=0.5)
     )
     gates = [layer.self_attn.gate_proj.weight for layer in model.model.layers]

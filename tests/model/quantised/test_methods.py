@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.quantised.tensors import missing_tensors, quantised_tensors
@@ -328,7 +328,7 @@ def test_no_name_of_a_plain_model_is_taken_for_one_of_a_quantised_and_packed_one
     family: str,
 ) -> None:
     with torch.device("meta"):
-        state = base_model_class(FAMILIES[family])(tiny_config(family)).state_dict()
+        state = classes_of(FAMILIES[family]).model(tiny_config(family)).state_dict()
     assert quantised_tensors(dict.fromkeys(state, "BF16")) == []
     packed = {
         key: "I32"

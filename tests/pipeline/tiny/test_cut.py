@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.modeling import base_config_class, base_model_class
+from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES, Family, family_of, moe_mask
 from fcsd.model.families.family import text_config
@@ -124,12 +124,12 @@ def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs
     model_type: str,
 ) -> None:
     family = FAMILIES[model_type]
-    real = base_config_class(family)(**PUBLISHED.get(model_type, {}))
+    real = classes_of(family).config(**PUBLISHED.get(model_type, {}))
     model = small_model(real, vocab_size=120, max_position_embeddings=64)
     assert sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
     assert sum(moe_mask(model.config, family)) >= 2
     with torch.device("meta"):
-        whole = base_model_class(family)._from_config(real)
+        whole = classes_of(family).model._from_config(real)
     layers = kinds_of_layers(model, family)
     assert len(layers) == 4 and set(layers) == set(kinds_of_layers(whole, family))
     assert convert_model(model, Connectivity("all")) == [0, 1, 2, 3]
@@ -146,7 +146,7 @@ def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs
 def test_the_configs_of_published_checkpoints_are_cut(path: Path) -> None:
     family = family_of(raw := json.loads(path.read_text()))
     raw.pop("quantization_config", None)
-    config = config_object(base_config_class(family), raw, family.model_type, path.name)
+    config = config_object(classes_of(family).config, raw, family.model_type, path.name)
     model = small_model(config, vocab_size=512, max_position_embeddings=4096)
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
     mask, whole = moe_mask(model.config, family), moe_mask(config, family)

@@ -327,8 +327,8 @@ def test_the_eleven_benchmarks_score_a_rehearsal(tmp_path: Path) -> None:
     evaluation = PlannedEvaluation(
         "original", EvaluatedFolder(model), suite, small.evaluation, reference
     )
-    stage = run_evaluation(evaluation, tmp_path / "out", join_launch())
-    result = read_json(stage.folder / "results.json")
+    result = run_evaluation(evaluation, tmp_path / "out", join_launch())
+    assert result == read_json(tmp_path / "out" / "results.json")
     assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
 

@@ -18,8 +18,7 @@ import yaml
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fcsd.base.terminal import fit
-from fcsd.base.text import size
+from fcsd.base.text import fit, size
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.stack import decoder_layers

@@ -15,7 +15,7 @@ from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times

@@ -21,8 +21,8 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity import Connectivity, load_model
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline import halves as halves_module
 from fcsd.pipeline.plan import study_seconds

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
-from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.proposal import plan_layers, plan_text, study_table

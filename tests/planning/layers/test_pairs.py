@@ -19,7 +19,7 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.load import load_tokenizer
-from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.launch import ALONE
 from fcsd.planning.layers import study as study_module
 from fcsd.planning.layers.front import Prices, front, front_text
 from fcsd.planning.layers.pairs import HiddenStates, pair_rows, second_moments

@@ -26,7 +26,6 @@ from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -34,7 +33,7 @@ from fcsd.model.connectivity import (
     load_model,
     parse_selection,
 )
-from fcsd.model.connectivity.spec import selection_text
+from fcsd.model.connectivity.spec import ConnectivityConfig, selection_text
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data

@@ -24,15 +24,13 @@ from fcsd.base.text import plus_minus
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
 from fcsd.data.dataset import given_rows
-from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
+from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.families import FAMILIES
-from fcsd.model.families.structure import packing_of
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.launch import Launch, Ranks
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -48,6 +46,7 @@ from fcsd.training.calibration.checkpoint import (
 from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model, complaint
 from fcsd.training.calibration.shards import Layerwise, damage_of_copies
+from fcsd.training.losses.head import packing_of
 from tests.examples import pack
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.ranks import run_ranks

@@ -3,7 +3,7 @@ imported into the main process; `job.py` has its examiner and program.
 
 Four kinds of process, each with less to lose than the previous:
 
-    scorer      the caller (`fcsd.evaluation.code.scorer`, through `client.py`); may hold a model and a GPU
+    scorer      the caller (`fcsd.evaluation.code.scorer`); may hold a model and a GPU
     supervisor  `python -I server.py`, fresh and with an empty environment; waits, and cleans up if the
                 scorer dies
     server      first process of its own namespaces; makes a folder and starts two processes for each job,
