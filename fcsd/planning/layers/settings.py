@@ -87,8 +87,8 @@ class Study(ModelStudy):
         (
             lambda study: study.mlp == "full" and "single" in study.sides,
             "side 'single' with mlp: full would measure nothing: a layer with regular"
-            " neighbours computes what a regular layer does; use the sides first and"
-            " last",
+            " neighbours computes what a regular layer does; use the sides first, last"
+            " and attention",
         ),
         # It is measured for `plan-layers`, beside what else a study shows.
         (
