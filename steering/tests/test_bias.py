@@ -29,8 +29,8 @@ from tests.support import few
 
 IDS = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(3))
 N = 3
-# The first layers of DeepSeek-V4 choose by token ids.
-STEERED = [name for name in FAMILIES if name != "deepseek_v4"]
+# The first layers of DeepSeek-V4 choose by token ids; ZAYA's router is an MLP.
+STEERED = [name for name in FAMILIES if name not in ("deepseek_v4", "zaya")]
 
 SCALED = {
     "gemma4": "its router puts out probabilities: what is added to the logits, a softmax has seen",
@@ -144,6 +144,12 @@ def test_routers_that_choose_by_token_ids_are_refused() -> None:
         router_bias(model, tables_for(tiny_model("deepseek_v3"), 1.0)),
     ):
         pass
+
+
+def test_a_router_of_several_layers_is_refused() -> None:
+    model = tiny_model("zaya")
+    with pytest.raises(UserError, match="logits must come from exactly one; this"):
+        run(model, random_tables(model))
 
 
 @pytest.mark.parametrize("name", few(STEERED))

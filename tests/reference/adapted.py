@@ -394,10 +394,48 @@ def _muse_spark(
     return mixed(last, h, normed(out, weight)), mixed(last, h, 0.0)
 
 
+def _zaya(
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: Arguments
+) -> Step:
+    """stream' = (branch + b) s + (stream + c) t with learned b, s, c, t per channel. A
+    router adds its predecessor's state to its own, an MLP scores E experts and the
+    choice of none, and one of the E + 1 is chosen."""
+
+    def scaled(sums: Any, branch: Tensor | float, stream: Tensor) -> Tensor:
+        branch = (branch + sums.hidden_states_bias) * sums.hidden_states_scale
+        return branch + (stream + sums.residual_bias) * sums.residual_scale
+
+    first, last = layer.post_attention_residual_scale, layer.post_mlp_residual_scale
+    before = arguments.pop("prev_router_hidden_states")
+    attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
+    h = scaled(first, attended, o)
+    m = layer.post_attention_layernorm(scaled(first, 0.0, o) if outdated else h)
+    gate, mlp = layer.mlp.gate, layer.mlp.gate.router_mlp
+    state = m @ gate.down_proj.weight.T + gate.down_proj.bias
+    if before is not None:
+        state = state + before * gate.router_states_scale
+    arguments["prev_router_hidden_states"] = state
+    hidden = mlp.norm(state).flatten(0, 1)
+    for linear in (mlp.fc1, mlp.fc2):
+        hidden = gelu(hidden @ linear.weight.T + linear.bias)
+    probabilities = softmax(hidden @ mlp.out_proj.weight.T, dim=-1)
+    indices = (probabilities + gate.balancing_biases).argmax(-1, keepdim=True)
+    weights = probabilities.gather(1, indices)
+    skips = indices == config.num_experts
+    routed = _routed(
+        m.flatten(0, 1),
+        indices.masked_fill(skips, 0),
+        weights.masked_fill(skips, 0),
+        _fused(layer.mlp.experts),
+    ).view(o.shape)
+    return scaled(last, routed, h), scaled(last, 0.0, h)
+
+
 LAYERS: dict[str, Any] = {
     "glm_moe_dsa": _glm_moe_dsa, "afmoe": _afmoe, "kolibri1": _kolibri, "axk1": _axk1, "inkling_text": _inkling,
     "flex_olmo": _flex_olmo, "cohere2_moe": _cohere2, "beam": _beam, "dbrx": _dbrx, "jetmoe": _jetmoe,
     "minimax": _minimax, "gemma4_text": _gemma4, **hyper.LAYERS, "nemotron_h": block_streams,
+    "zaya": _zaya,
 }  # fmt: skip
 """Model type -> `Layer`; `block_streams` where each layer is one branch."""
 
@@ -438,6 +476,8 @@ def adapted_streams(
     handed_on: dict[str, Any] = (
         {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
     )
+    if model.config.model_type == "zaya":
+        handed_on["prev_router_hidden_states"] = None
     if "shared_kv_states" in arguments[0]:
         handed_on["shared_kv_states"] = KVSharingDict()
     for k, layer in enumerate(stack):

@@ -176,7 +176,8 @@ class Follow(TorchDispatchMode):
                     self.readers.setdefault(source.name, {})[parameter.name, read] = (
                         None  # type: ignore[union-attr]
                     )
-                else:
+                # A map of zeros is zeros (zaya's state before the first token).
+                elif not other.numel() or other.any():
                     self.read_elsewhere.add((parameter.name, read))
                 written = _axis(parameter, one, kept)
                 if written is not None and written != read:

@@ -37,7 +37,7 @@ KEPT_IN_FLOAT32 = {
     "dots3_note_text", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite",
     "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl", "inkling_mm_model",
     "inkling_text", "instella_moe", "kolibri1", "lfm2_moe", "mimo_v2_flash", "mistral_large4", "muse_spark",
-    "nemotron_h", "solar_open",
+    "nemotron_h", "solar_open", "zaya",
 }  # fmt: skip
 """Families of which some tensor is float32 in a bfloat16 model: by transformers' lists,
 or by how it is created.
@@ -151,6 +151,11 @@ def test_a_model_taken_to_bfloat16_has_the_dtypes_and_numbers_of_one_that_is_loa
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     to_dtype(model, torch.bfloat16)
     theirs = dict(real_tensors(loaded))
+    if model_type == "zaya":
+        # transformers overwrites the last number of these after loading.
+        for name in [name for name in theirs if name.endswith("balancing_biases")]:
+            assert theirs[name][-1] == -1, f"{name}: delete Family.overwritten"
+            theirs[name][-1] = model.state_dict()[name][-1]
     in_files = model.state_dict().keys()
     for name, tensor in real_tensors(model):
         assert tensor.dtype == theirs[name].dtype, name

@@ -209,6 +209,8 @@ class LayerPass:
         value = getattr(self.layer, name)
         if rule == "gate":
             return value(stream, torch.zeros_like(stream))
+        if rule == "scale":
+            return value(torch.zeros_like(stream), stream)
         return stream * (math.sqrt((value - 1) / value) if rule == "depth" else value)
 
     def overrides(self) -> dict[str, Any]:
@@ -220,9 +222,7 @@ class LayerPass:
             return self.stream_overrides()
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "blocks":
-            norms[family.in_norm] = CalledView(
-                getattr(self.norms, family.in_norm), {"call": self.in_norm}
-            )
+            norms = self.with_attributes(norms)
             return norms | ({family.moe: self.moe} if self.plan.block_shared else {})
         if family.layout == "parallel":
             return norms | {family.attention: self.attention, family.moe: self.moe}
@@ -235,7 +235,18 @@ class LayerPass:
             norms = {family.norms: forward}
         if plan.carry and plan.layer_shared:
             norms[family.layer_shared] = self.layer_shared
+        if family.residual == "scale":
+            norms = self.with_attributes(norms)
+            norms[family.residual_names[0]] = self.sum_after_attention
         return norms | ({family.moe: self.moe} if plan.block_shared else {})
+
+    def with_attributes(self, norms: dict[str, Any]) -> dict[str, Any]:
+        """Return stand-ins for norms whose attributes the layer reads as well: the dtype
+        of their weights, to which it casts a float32 stream."""
+        return {
+            name: CalledView(getattr(self.norms, name), {"call": call})
+            for name, call in norms.items()
+        }
 
     def stream_overrides(self) -> dict[str, Any]:
         family = self.family
@@ -320,6 +331,15 @@ class LayerPass:
             return self.normed
         return self.norm(self.family.in_norm, x)
 
+    def sum_after_attention(
+        self, branch: torch.Tensor, stream: torch.Tensor
+    ) -> torch.Tensor:
+        """Keep the stream after attention as its residual connection returns it; the norm
+        after it may read it in a narrower dtype."""
+        name = self.family.residual_names[0]
+        self.after_attention = getattr(self.layer, name)(branch, stream)
+        return self.after_attention
+
     def mlp_norm(self, name: str, h: torch.Tensor) -> Any:
         if self.after_attention is None:
             # the residual connection after attention is already in it
@@ -328,6 +348,7 @@ class LayerPass:
         if not self.plan.outdated:
             return norm(h)
         stream = self.o if self.family.residual == "sum" else self.kept(0, self.o)
+        stream = stream.to(h.dtype)
         return norm(stream if stream.shape == h.shape else stream.reshape(h.shape))
 
     def attention(self, *args: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
@@ -379,6 +400,24 @@ class LayerPass:
         return rest + shared_output
 
 
+def side_value(side: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the model's loop passes to a layer as `side`: by name, or in the first
+    place after the stream.
+    """
+    return kwargs[side] if side in kwargs else args[0]
+
+
+def with_side_value(
+    side: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's arguments with another value of `side`, in the place that the
+    loop gave it: re-entrant checkpointing has gradients only for tensors by position.
+    """
+    if side in kwargs:
+        return args, kwargs | {side: value}
+    return (value, *args[1:]), kwargs
+
+
 @functools.cache
 def layer_class(base: type) -> type:
     """Return the decoder layer that follows its `farskip_plan`; without one (an MTP
@@ -397,12 +436,13 @@ def layer_class(base: type) -> type:
         if isinstance(hidden_states, tuple):
             o, attention_input = hidden_states
         side = self.farskip_plan.family.side_output
-        if side and isinstance(kwargs[side], tuple):
-            attention_input, kwargs[side] = kwargs[side]
+        if side and isinstance(value := side_value(side, args, kwargs), tuple):
+            attention_input, value = value
+            args, kwargs = with_side_value(side, args, kwargs, value)
         out = base_call(self, o, attention_input, *args, **kwargs)
         if side and self.farskip_plan.carry:
             o, partial, side_output = out
-            # The loop passes the second value on under the name `side`.
+            # The loop passes the second value on as `side`.
             return o, (partial, side_output)
         return out
 

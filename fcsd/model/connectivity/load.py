@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import decoded_floats, read_checkpoint_json
@@ -145,7 +146,19 @@ def load_folder(
     model, info = loaded
     if problem := _loading_problem(checkpoint, model, info):
         raise UserError(f"{folder}: {problem}")
+    if checkpoint.family is not None and checkpoint.family.overwritten is not None:
+        _read_again(checkpoint, model, checkpoint.family.overwritten)
     return model.eval()
+
+
+@torch.no_grad()
+def _read_again(checkpoint: Checkpoint, model: Any, end: str) -> None:
+    """Copy the buffers whose names end so from the checkpoint into the model."""
+    buffers = {name: b for name, b in model.named_buffers() if name.endswith(end)}
+    for file_name in checkpoint.weight_files:
+        with safe_open(checkpoint.folder / file_name, framework="pt") as file:
+            for name in buffers.keys() & {*file.keys()}:
+                buffers[name].copy_(file.get_tensor(name))
 
 
 def _check_loadable(checkpoint: Checkpoint) -> None:

@@ -5,13 +5,16 @@ The equations of the layouts and residual rules are in `Family`. Particulars of 
 families here:
 
 - glm_moe_dsa, mistral_large4: attention passes the positions that it attends to on to
-  the next layer.
+  the next layer; zaya: a router passes on its hidden state, which the next router adds
+  to its own. It is computed at once from what the router reads.
 - afmoe, kolibri1, axk1, beam, muse_spark, gemma4: a norm follows shared + routed;
   inkling: a convolution over time follows it. The stream gets N(shared + routed), from
   which no part can be separated, so all of it counts as routed.
 - beam: sums are scaled by depth; muse_spark: a learned gate per channel weighs stream
   and branch; gemma4: the layer's output is multiplied by a scalar. Attention reads the
-  stream after attention, scaled in this way.
+  stream after attention, scaled in this way. zaya: stream and branch have learned
+  factors and biases per channel; the biases of a sum are not in flight. Its stream is
+  float32.
 - gemma4: the router, the experts and a dense MLP each read the stream after attention;
   the dense MLP is the part that is always active, under the same norm as the routed
   experts.
@@ -321,6 +324,26 @@ ROWS: tuple[Family, ...] = (
         ),
         # The state of its Mamba layers runs through the row.
         packing="leaks",
+    ),
+    Family(
+        model_type="zaya",
+        folding=Folding(
+            reads=("v_proj_current", "v_proj_delayed", "mlp.gate.down_proj"),
+            closed=("self_attn", "mlp"),
+        ),
+        config="ZayaConfig",
+        moe_block="ZayaSparseMoeBlock",
+        residual="scale",
+        residual_names=("post_attention_residual_scale", "post_mlp_residual_scale"),
+        side_output="prev_router_hidden_states",
+        overlap_refused=(
+            "its MoE blocks also take and return the states of their routers, which the"
+            " runtime does not pass on"
+        ),
+        # The convolutions of its attention run through the row.
+        packing="leaks",
+        # With -1, in the place of the choice of no expert.
+        overwritten=".balancing_biases",
     ),
     _QWEN4,
     wrapper(_QWEN4, "qwen4_exp", "Qwen4Exp"),

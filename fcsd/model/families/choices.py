@@ -2,7 +2,8 @@
 
 Choices are read after the family's own top-k, so that they include groups, correction
 biases and fcsd's own bias: from the router's output, or from the arguments of the
-experts. E experts, K of them a token.
+experts. E experts, K of them a token. In zaya, a token that chooses no expert is sent
+to expert 0 with weight zero, and counts as its token.
 
 Not covered: image tokens in families that have separate experts for them.
 """
@@ -61,6 +62,8 @@ class Recording:
         def after_router(args: Any, kwargs: Any, output: Any) -> None:
             values = output if isinstance(output, tuple) else (output,)
             scores = values[router.logits_index if len(values) > 1 else 0]
+            # The classes after the experts' are not theirs.
+            scores = scores[..., : router.num_experts]
             scores = scores if self.with_gradient else scores.detach()
             if (chosen := _chosen(router, values)) is None:
                 # The MoE block chooses, and passes its choice to the experts.

@@ -84,7 +84,8 @@ class Family:
 
     r is the part of the stream that a residual connection keeps: all of it (sum), a
     factor times it (factor), sqrt((i-1)/i) times it for the i-th sum of the model
-    (depth), or a learned factor per channel (gate). A rewired layer computes the same
+    (depth), a learned factor per channel (gate), or learned factors and biases per
+    channel, those of the branch's output too (scale). A rewired layer computes the same
     with two changes. Attention's branch reads o without the routed output of the
     previous layer: r(h) plus the shared output. The MLP's branch reads h without A:
     r(o), in post_norm N(r(x)); in parallel it reads that anyway. In streams, N and w of a
@@ -169,14 +170,15 @@ class Family:
     that no part of it can be separated, and all of it counts as routed."""
     residual_multiplier: str | None = None
     """Attribute of the layer: factor on both residual branches."""
-    residual: Literal["sum", "factor", "depth", "gate"] = "sum"
+    residual: Literal["sum", "factor", "depth", "gate", "scale"] = "sum"
     """The part of the stream that residual connections keep: r above."""
     residual_names: tuple[str | None, str | None] = (None, None)
     """Attributes of the layer, at attention and at the MLP: the factor, the index of a
-    depth-scaled sum, or the gate module. None keeps all of the stream."""
+    depth-scaled sum, the gate module (stream, branch), or the scale module (branch,
+    stream). None keeps all of the stream."""
     side_output: str | None = None
-    """Name by which the model's loop passes a second value that a layer returns to the
-    next layer.
+    """Argument as which the model's loop passes a second value that a layer returns to
+    the next layer: by name, or in the first place after the stream.
     """
     stream_edit: str | None = None
     """Method of the model that edits the stream between layers; it is applied to what
@@ -220,6 +222,9 @@ class Family:
     the rows of the concatenation are mixed up, and the model is silently wrong. Or
     (5.24) a tensor of the checkpoint that it splits into several, which fails on a
     rank's rows."""
+    overwritten: str | None = None
+    """End of the names of buffers of which transformers (5.24) overwrites a part after
+    it has loaded them in the original's class; `load_model` reads them again."""
     spread_refused: str | None = None
     """Why a rank cannot hold only some of the experts: a clause that follows
     "--expert-parallel: "; None: it can.

@@ -47,11 +47,6 @@ REFUSED: dict[str, str] = {
     "switch_transformers": _ENCODER_DECODER,
     "vitpose": _IMAGES,
     "vitpose_backbone": _IMAGES,
-    "zaya": (
-        "its layers scale the stream as they add a branch to it, and hand the state of"
-        " their routers to the next layer; FarSkip's order can be defined for both, but"
-        " no layout of fcsd has them yet"
-    ),
 }
 """Model type -> reason, a clause that follows "cannot be converted: "."""
 

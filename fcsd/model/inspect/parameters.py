@@ -74,8 +74,10 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
             "shared_experts", getattr(layer, family.layer_shared or "", None)
         )
         for name, child in layer.named_children():
+            scales = family.residual == "scale" and name in family.residual_names
             for inner, parameter in child.named_parameters():
-                if "norm" in name and all(p.ndim <= 1 for p in child.parameters()):
+                is_norm = "norm" in name or scales
+                if is_norm and all(p.ndim <= 1 for p in child.parameters()):
                     yield "norms", parameter, False
                 elif name == "router":
                     yield "router", parameter, False
@@ -87,10 +89,10 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
                     yield "attention", parameter, routed
     if family.connections:
         yield from _before_the_head(model, stack)
-    for name, parameter in model.named_parameters():
-        is_norm = parameter.ndim == 1 and "norm" in ".".join(name.split(".")[-2:])
-        part = "norms" if is_norm and not family.multimodal else "other"
-        yield part, parameter, False
+    for parameter in model.parameters():
+        # Beside layers, embeddings and head, a text model has a norm, or a scale.
+        is_norm = parameter.ndim == 1 and not family.multimodal
+        yield "norms" if is_norm else "other", parameter, False
 
 
 def _before_the_head(model: Any, stack: Any) -> Iterator[tuple[str, Any, bool]]:

@@ -70,6 +70,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if "correction_bias" in name or name.endswith("expert_bias"):
             buffer.copy_(0.3 * normal(buffer))
+        elif name.endswith("balancing_biases"):
+            # beside probabilities of which only the largest counts
+            buffer.copy_(0.1 * normal(buffer))
         elif name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * normal(buffer))
         elif name.endswith("tid2eid"):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.data.batches import Batch
+from fcsd.model.connectivity.layer import with_side_value
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import Family
 from fcsd.training.losses.head import body_hidden
@@ -70,14 +71,14 @@ def _reached(cls: type, side_output: str | None) -> type:
         if stream is None:
             raise _Reached({"o": hidden_states})
         states: Any = stream["o"]
-        if side_output:
-            kwargs[side_output] = stream.get("side")
         # Rewired layers take `partial` as they return it; see `_stream`.
-        if "partial" in stream:
-            if side_output:
-                kwargs[side_output] = (stream["partial"], stream.get("side"))
-            else:
-                states = (stream["o"], stream["partial"])
+        if side_output:
+            side: Any = stream.get("side")
+            if "partial" in stream:
+                side = (stream["partial"], side)
+            args, kwargs = with_side_value(side_output, args, kwargs, side)
+        elif "partial" in stream:
+            states = (stream["o"], stream["partial"])
         out = base_call(self, states, *args, **kwargs)
         raise _Reached(_stream(out, side_output))
 

@@ -183,7 +183,7 @@ MUTANTS = {
         "norms = {family.norms: forward}", "norms = {family.norms: self.norms}", ("dbrx",),
     ),
     "a second output: what is in flight is lost": (
-        "attention_input, kwargs[side] = kwargs[side]", "_, kwargs[side] = kwargs[side]", ("glm_moe_dsa",),
+        "attention_input, value = value", "_, value = value", ("glm_moe_dsa", "zaya"),
     ),
     "blocks: a branch leaves the stream before the one before it": (
         "rest = self.o if self.family.layout == 'blocks' else",
@@ -214,7 +214,17 @@ MUTANTS = {
         "self.spread(1, shared_output)", "self.spread(0, shared_output)", STREAMS,
     ),
     "a second output: it is not handed on": (
-        "return (o, (partial, side_output))", "return (o, (partial, kwargs[side]))", ("glm_moe_dsa",),
+        "return (o, (partial, side_output))", "return (o, (partial, side_value(side, args, kwargs)))",
+        ("glm_moe_dsa", "zaya"),
+    ),
+    "a second output: what a layer is given by position stays as it was": (
+        "return ((value, *args[1:]), kwargs)", "return (args, kwargs)", ("zaya",),
+    ),
+    "the scale's share of the stream is forgotten": (
+        "return value(torch.zeros_like(stream), stream)", "return stream", ("zaya",),
+    ),
+    "the scale of the other sum is taken": (
+        "self.family.residual_names[side]", "self.family.residual_names[1 - side]", ("zaya",),
     ),
 }  # fmt: skip
 """What is wrong -> (text of the rewiring, what a mutant has in its place, families in
@@ -242,7 +252,7 @@ WRAPPER_MUTANTS = {
         "self.family.residual_names[side]", "self.family.residual_names[1 - side]", "muse_spark",
     ),
     "a second output: what is in flight is lost": (
-        "attention_input, kwargs[side] = kwargs[side]", "_, kwargs[side] = kwargs[side]", "mistral_large4",
+        "attention_input, value = value", "_, value = value", "mistral_large4",
     ),
     "which tokens are pieces of images is forgotten": (
         "args = (self.arguments.get(family.moe_argument),)", "args = ()", "ernie4_5_vl_moe",

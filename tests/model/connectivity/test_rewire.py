@@ -38,7 +38,7 @@ SINKS = (
 )
 RECURRENT = (
     *("bailing_hybrid", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lara_mini"),
-    *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"), *("nemotron_h", "qwen4_exp_text"),
+    *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"), *("nemotron_h", "qwen4_exp_text", "zaya"),
 )  # fmt: skip
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]

@@ -106,6 +106,10 @@ def tokens(rows: int = 2, length: int = 11) -> torch.Tensor:
 @pytest.mark.parametrize("family", few(sorted(FAMILIES)))
 def test_every_family_drops_or_is_refused_in_one_line(family: str) -> None:
     model = tiny_model(family)
+    if family == "zaya":
+        # The weight of a token that chooses no expert is zero, whatever is dropped.
+        for router in find_routers(model):
+            router.module.balancing_biases[-1] = -1
     if family in WITHOUT:
         with user_error(
             r"not called with the choices and weights[^\n]*leave the factor out$"

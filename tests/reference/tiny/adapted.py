@@ -127,6 +127,10 @@ TINY["nemotron_h"] = {
     "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 4,
     "tie_word_embeddings": False,
 }  # fmt: skip
+TINY["zaya"] = {
+    "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 8, "sliding_window": 6,
+    "layer_types": ["hybrid", "hybrid_sliding"] * 2, "router_hidden_size": 16, "tie_word_embeddings": False,
+}  # fmt: skip
 TINY["qwen4_exp_text"] = {
     **EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,

@@ -40,7 +40,7 @@ INDEXER = (
 LEFT = {
     "afmoe": BOTH, "kolibri1": BOTH, "axk1": {ADDS.format("mlp")}, "inkling_text": INKLING,
     "inkling_mm_model": INKLING, "flex_olmo": BOTH, "beam": BOTH, "minimax": {ADDS.format("self_attn")},
-    "gemma4_text": GEMMA4, "gemma4": GEMMA4, "muse_spark": BOTH,
+    "gemma4_text": GEMMA4, "gemma4": GEMMA4, "muse_spark": BOTH, "zaya": BOTH,
     **dict.fromkeys(("deepseek_v4", "hy_v4", "hy_v4_vl", "glm5_next"), BOTH),
     "qwen4_exp_text": QWEN4, "qwen4_exp": QWEN4, "mistral_large4": {INDEXER},
 }  # fmt: skip
@@ -58,6 +58,7 @@ TOGETHER |= {
     "glm5_next",
     "qwen4_exp_text",
     "qwen4_exp",
+    "zaya",
 }
 
 
