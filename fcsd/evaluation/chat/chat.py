@@ -265,9 +265,9 @@ def _turn(
             return []
         print(f"error: {error}", file=sink)
         return [str(error)]
-    for reply in replies:
-        reply.start()
     try:
+        for reply in replies:
+            reply.start()
         _show([speaker.name for speaker in speakers], replies, sink)
     except KeyboardInterrupt:
         if not terminal:

@@ -364,6 +364,31 @@ def test_a_reply_that_is_stopped_ends_long_before_its_limit(
     whole.stop()
 
 
+def test_ctrl_c_while_a_reply_begins_ends_it_and_the_chat_continues(
+    base_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, begun = Reply.start, []
+
+    def interrupted(reply: Reply) -> None:
+        start(reply)
+        begun.append(reply)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = iter(["hello", "again"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/exit"))
+    monkeypatch.setattr(Reply, "start", interrupted)
+    sink = io.StringIO()
+    speaker = load_speaker(str(base_checkpoint))
+    assert chat([speaker], max_new_tokens=4, source=Terminal(), sink=sink) == []
+    assert sink.getvalue().count("(interrupted)") == 1
+    assert len(begun) == 2
+
+
 def test_ctrl_c_ends_the_reply_and_the_chat_continues(
     base_checkpoint: Path, tmp_path: Path
 ) -> None:
