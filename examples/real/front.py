@@ -152,9 +152,11 @@ def study_of(state: Path, point: Point, attention: bool = False) -> Path:
     """Return the layer study of a point's network, of MoE blocks or of attention. The
     first worker that needs it makes it; a killed one continues.
     """
-    name = f"{point.network}-attention" if attention else point.network
-    sides = ["--mlp", "full", "--sides", "last,attention", "--every", "8"]
-    if not attention:
+    if attention:
+        name = f"{point.network}-attention"
+        sides = ["--mlp", "full", "--sides", "last,attention", "--every", "8"]
+    else:
+        name = point.network
         sides = ["--mlp", "selected", "--sides", "single"]
     study = state / "layers" / name
     study.parent.mkdir(exist_ok=True)

@@ -52,8 +52,13 @@ from fcsd.parallel.launch import ALONE, Ranks
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
 
-if TYPE_CHECKING:
-    from fcsd.evaluation.own_text.measure import Original
+STEPS: dict[str, Steps] = {
+    "likelihood": lm_eval,
+    "generation": lm_eval,
+    "code": code,
+    "own_text": own_text,
+}
+"""Kind of task -> the module with its steps."""
 
 TASK_FACTS = (
     "higher_is_better",
@@ -340,11 +345,3 @@ class PreparedEvaluation:
             generation = facts[row["task"]].get("generation", {})
             row |= {key: generation[key] for key in generation if row.get(key) is None}
         return suite
-
-
-STEPS: dict[str, Steps] = {
-    "likelihood": lm_eval,
-    "generation": lm_eval,
-    "code": code,
-    "own_text": own_text,
-}

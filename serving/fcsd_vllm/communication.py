@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class Communication(Protocol):
         ...
 
 
-class Overlapped:
+class Overlapped(ABC):
     """A backend whose collectives run beside computation."""
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -62,18 +63,18 @@ class Overlapped:
         self.finish(tag)
         return x
 
+    @abstractmethod
     def start_into(self, x: torch.Tensor, summed: torch.Tensor, tag: str) -> None:
         """Start to write the sum of `x` over the ranks into `summed`; both are
         contiguous.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, tag: str) -> None:
         """Make the computing stream wait for the sum with this tag."""
-        raise NotImplementedError
 
 
-class BetweenGraphs:
+class BetweenGraphs(Overlapped):
     """Start and finish the sums of another backend between the pieces of a breakable
     graph.
 
@@ -94,21 +95,17 @@ class BetweenGraphs:
         self._finish = outside(overlapped.finish)
         self._inputs: dict[str, torch.Tensor] = {}
 
-    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Start, and return memory of the graph before, which later graphs read."""
-        x = x.contiguous()
-        summed = torch.empty_like(x)
+    def start_into(self, x: torch.Tensor, summed: torch.Tensor, tag: str) -> None:
+        """Start between two pieces, in memory of the first, which later ones read."""
         self._start_into(x, summed, tag)
         # Pieces that are captured meanwhile would reuse memory that nothing holds, and
         # overwrite the input while it is read.
         self._inputs[tag] = x
-        return summed
 
-    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Return `x` when it is complete for the next graph."""
+    def finish(self, tag: str) -> None:
+        """Wait between two pieces."""
         self._finish(tag)
         self._inputs.pop(tag, None)
-        return x
 
 
 class Alone:
@@ -397,9 +394,7 @@ def make_communication(
         overlapped = Stream(
             group, own_kernels(group) if settings.comm == "stream" else ()
         )
-    large: Communication = (
-        overlapped if outside is None else BetweenGraphs(overlapped, outside)
-    )
+    large = overlapped if outside is None else BetweenGraphs(overlapped, outside)
     if settings.min_overlap_bytes and settings.comm != "timed":
         return SmallAtOnce(large, blocking, settings.min_overlap_bytes)
     return large

@@ -297,6 +297,25 @@ def known_drafts(folder: Path) -> tuple[int, int]:
     return int(reference["drafts"]), int(reference["accepted"])
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [
+        ("glm4_moe", "Glm4MoeMTPModel"),
+        ("deepseek_v3", "DeepSeekMTPModel"),
+        # vLLM knows no MTP layers of it: it drafts as a whole model.
+        ("mixtral", "FarSkipMixtralForCausalLM"),
+    ],
+)
+def test_a_draft_is_the_mtp_layer_of_a_checkpoint_or_all_of_it(
+    family: str, architecture: str, models: Path
+) -> None:
+    from transformers import AutoConfig
+    from vllm.config import SpeculativeConfig
+
+    config = AutoConfig.from_pretrained(models / f"{family}-all")
+    assert SpeculativeConfig.hf_config_override(config).architectures == [architecture]
+
+
 def drafts_in(llm: Any) -> tuple[int, int]:
     """Return how many drafts an engine has verified, and how many it has accepted."""
     counted = {

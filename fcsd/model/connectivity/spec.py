@@ -1,5 +1,5 @@
-"""What is rewired: a selection of layers and the two sides of the connectivity; the
-sections `model` and `connectivity` of a recipe.
+"""What is converted, and how: the model, a selection of its layers and the two sides of
+the connectivity, as values and as the sections `model` and `connectivity` of a recipe.
 """
 
 import re

@@ -223,7 +223,7 @@ class Family:
     (5.24) a tensor of the checkpoint that it splits into several, which fails on a
     rank's rows."""
     overwritten: str | None = None
-    """End of the names of buffers of which transformers (5.24) overwrites a part after
+    """End of the names of buffers of which transformers (5.23, 5.24) overwrites a part after
     it has loaded them in the original's class; `load_model` reads them again."""
     spread_refused: str | None = None
     """Why a rank cannot hold only some of the experts: a clause that follows
