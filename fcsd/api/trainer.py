@@ -156,7 +156,7 @@ class FCSDTrainer(ReadyTrainer):
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
         self.heldout = HeldoutLosses(
-            self.compared, launch, of_teacher=sections.objective.has_teacher
+            self.placed_teacher, launch, of_teacher=sections.objective.has_teacher
         )
 
     def working_context(self) -> contextlib.AbstractContextManager[None]:

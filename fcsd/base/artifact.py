@@ -8,8 +8,8 @@ settings or inputs have changed is refused with the difference shown.
 
 A killed process leaves no half-written record. A machine that goes down may, because
 records are not flushed to the disk: the manifest's seal and the hashes in it show the
-damage, and the error says how to run the stage again. A training, which would be dear
-to run again, flushes its folder before it removes its checkpoints
+damage, and the error says how to run the stage again. A training, which would be
+expensive to run again, flushes its folder before it removes its checkpoints
 (`fcsd.training.run.remove_checkpoints`).
 
 Not covered: the work of the stages (`fcsd.pipeline.run`).

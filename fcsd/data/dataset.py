@@ -1,6 +1,6 @@
 """Turn instruction data into rows of tokens.
 
-    open_source → read_pieces → Tokenizing → PackedRows → Collator → next_token_targets
+    open_source → write_rows (read_pieces → write_tokens) → PackedRows → Collator → next_token_targets
 
 Several examples share a row of `max_length` tokens. Position ids restart at 0 at each
 of them, by which transformers (with no attention mask and no cache) keeps them from

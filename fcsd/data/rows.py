@@ -48,7 +48,6 @@ from fcsd.data.sources import Change
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-if TYPE_CHECKING:
     from fcsd.data.decontaminate import Decontaminator
 
 

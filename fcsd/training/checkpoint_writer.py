@@ -145,7 +145,6 @@ class CheckpointWriter:
             self._error = error
         if not self._in_background(state.model, files):
             self._write(partial_folder, (file.copied({}) for file in files))
-            self.finish()
             self.close()
             return
         copies = [file.copied(self._copies) for file in files]

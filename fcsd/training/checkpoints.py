@@ -18,6 +18,10 @@ the new name after it; sizes and SHA-256 are recorded with the files (`files.jso
 compared before a run continues. Every rank hashes the files that it has written, and
 checks a share of them.
 
+A kill may leave `checkpoint-being-written`, the one that was being written, and
+`.checkpoint-N.old`, old ones that were being removed: the next `CheckpointWriter.write`
+removes them. `newest_usable` sets a damaged one aside as `damaged-checkpoint-N`.
+
 That record is sealed, and `owner` is what the checkpoint belongs to (as of
 `fcsd.base.files.sealed`): for a recipe the identity of its stage, which continues
 from no other checkpoint. None: a script's, whose settings and data are compared instead
@@ -28,7 +32,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +107,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def damage(checkpoint: Path, ranks: Ranks = ALONE, owner: Any = None) -> str | None:
-    """Describe the damage of a checkpoint, the same on all ranks: `optimizer.pt has 100
+    """Describe the damage of a checkpoint, the same on all ranks: `scheduler.pt has 100
     of 2048 bytes`; None: it is intact.
     """
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
@@ -173,15 +177,17 @@ def set_aside(folder: Path) -> None:
     replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
-def _newest_whole(candidates: Sequence[Path], ranks: Ranks, owner: Any) -> Path | None:
-    """Return the last of some checkpoints that is intact; None where none is.
+def newest_usable(folder: Path, ranks: Ranks = ALONE, owner: Any = None) -> Path | None:
+    """Return the checkpoint to continue from; None when there is none. All ranks call
+    this.
 
-    Later ones, which are damaged, are set aside, and the first rank reports each.
+    Damaged ones after it are set aside as `damaged-checkpoint-N`, and the first rank
+    reports each; UserError where all are damaged.
     """
     # They are only set aside when an intact one is found: otherwise the error names
-    # them where they are.
+    # the newest where it is.
     damaged: list[tuple[Path, str]] = []
-    for checkpoint in reversed(candidates):
+    for checkpoint in reversed(ranks.from_first(lambda: checkpoints(folder))):
         reason = damage(checkpoint, ranks, owner)
         if reason is None:
             for path, cause in damaged if ranks.first else []:
@@ -192,25 +198,13 @@ def _newest_whole(candidates: Sequence[Path], ranks: Ranks, owner: Any) -> Path 
                 set_aside(path)
             return checkpoint
         damaged.append((checkpoint, reason))
-    return None
-
-
-def newest_usable(folder: Path, ranks: Ranks = ALONE, owner: Any = None) -> Path | None:
-    """Return the checkpoint to continue from; None when there is none. All ranks call
-    this.
-
-    A damaged one is set aside as `damaged-checkpoint-N` and the previous one taken;
-    UserError where all are damaged.
-    """
-    candidates = ranks.from_first(lambda: checkpoints(folder))
-    newest = _newest_whole(candidates, ranks, owner)
-    if newest is None and candidates:
-        reason = damage(candidates[-1], ranks, owner)
+    if damaged:
+        newest, reason = damaged[0]
         raise UserError(
-            f"{candidates[-1]}: is damaged ({reason}), and all other checkpoints are"
-            f" damaged, too; remove {folder} to start again"
+            f"{newest}: is damaged ({reason}), and all other checkpoints are damaged,"
+            f" too; remove {folder} to start again"
         )
-    return newest
+    return None
 
 
 def chosen_checkpoint(

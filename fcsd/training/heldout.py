@@ -180,12 +180,12 @@ class HeldoutLosses:
     """The held-out losses of a model in training: the KL to its teacher, and the
     cross-entropy where the objective has no teacher.
 
-    compared: the teacher; None where there is none. of_teacher: whether the objective
-    compares with it.
+    teacher: None where there is none. of_teacher: whether the objective compares with
+    it.
     """
 
-    def __init__(self, compared: Teacher | None, launch: Launch, *, of_teacher: bool):
-        self.compared, self.launch, self.of_teacher = compared, launch, of_teacher
+    def __init__(self, teacher: Teacher | None, launch: Launch, *, of_teacher: bool):
+        self.teacher, self.launch, self.of_teacher = teacher, launch, of_teacher
         self._kept: dict[int, list[HeldoutCE]] = {}
 
     def __call__(
@@ -224,9 +224,9 @@ class HeldoutLosses:
 
     def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
         measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]
-        if self.compared is not None:
+        if self.teacher is not None:
             heldout_kl = HeldoutKL(rows, _no_original, self.launch)
-            heldout_kl.set_teacher(self.compared, sharded=self.launch.engine.shards)
+            heldout_kl.set_teacher(self.teacher, sharded=self.launch.engine.shards)
             measures.append(heldout_kl)
         return measures
 

@@ -85,8 +85,8 @@ class ReadyTrainer(DistillTrainer):
     """A trainer of models in memory on packed rows, within `engine_environment`.
 
     ready: models and rows. args, record: from `seed_and_record`. sections: a recipe's
-    own, or those of an `FCSDConfig`. compared: the teacher, also where the objective has
-    none.
+    own, or those of an `FCSDConfig`. placed_teacher: the teacher, in place on this
+    launch, also where the objective has none.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class ReadyTrainer(DistillTrainer):
         if shards:
             own = dtype_of(train.dtype)
             dtype = computing_dtype(own, own, bf16=train.bf16, shards=True)
-        self.compared = place_teacher(ready.teacher, launch, dtype)
-        head: Any = None if self.compared is None else self.compared.head
+        self.placed_teacher = place_teacher(ready.teacher, launch, dtype)
+        head: Any = None if self.placed_teacher is None else self.placed_teacher.head
         check_student(
             student,
             ready.tokenizer,
@@ -127,8 +127,8 @@ class ReadyTrainer(DistillTrainer):
         )
         prepare_student(student, objective, train, launch)
         # Equal weights give equal numbers: without a rewired layer the KL is 0.
-        if isinstance(self.compared, LiveTeacher) and not shards:
-            self.compared.compute_as(student, under_autocast=args.bf16)
+        if isinstance(self.placed_teacher, LiveTeacher) and not shards:
+            self.placed_teacher.compute_as(student, under_autocast=args.bf16)
         self.max_length = sections.data.max_length
         self.row_order = EpochRows.of(
             ready.rows, step_rows(args, launch.ranks.size), self.max_length
@@ -138,12 +138,12 @@ class ReadyTrainer(DistillTrainer):
             student,
             args,
             sections=sections,
-            teacher=self.compared if objective.has_teacher else None,
+            teacher=self.placed_teacher if objective.has_teacher else None,
             launch=launch,
             record=record,
             train_dataset=ready.rows,
             eval_dataset=ready.heldout,
-            data_collator=collator(args, self.compared),
+            data_collator=collator(args, self.placed_teacher),
             **kwargs,
         )
         if objective.own_text is not None:

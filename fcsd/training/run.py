@@ -83,12 +83,12 @@ def train(
 def _train(
     inputs: TrainingInputs, sections: Sections, job: Job, launch: Launch
 ) -> dict[str, Any]:
-    train: Any = sections.train
+    settings: Any = sections.train
     # The callback that scores; its decisions are in `job.stopper`.
     scoring: Any = None
     bar = ProgressBar(job.description, job.remaining)
     try:
-        check_reporters(train.report_to)
+        check_reporters(settings.report_to)
         args = RecipeArguments.of(sections, job, launch, inputs.student)
         record = seed_and_record(args, sections, launch, owner=job.owner)
         # Read before the student is cast to the dtype of the training.
@@ -99,7 +99,7 @@ def _train(
             sections=sections,
             record=record,
             callbacks=[
-                *_tensorboard(train, job.folder),
+                *_tensorboard(settings, job.folder),
                 *([] if job.save_model else [NoCheckpointAtTheEnd()]),
             ],
             launch=launch,
@@ -110,7 +110,7 @@ def _train(
         if job.score is not None:
             _give_teacher(trainer, job.score)
         launch.ranks.from_first(
-            lambda: _check_disk(job, train, inputs.student, dtypes.declared)
+            lambda: _check_disk(job, settings, inputs.student, dtypes.declared)
         )
         replace_output(trainer, bar)
         if job.stopper is not None and job.score is not None:

@@ -36,7 +36,7 @@ Verdict = Literal["go", "skip", "stop"]
 class Guard:
     """Decide on every step before the optimiser uses its gradient, and keep the record.
 
-    skipped_steps: count of the whole run. events: one dict for each row of skipped
+    skipped_steps: count of the whole run. events: one dict for each run of skipped
     steps.
     """
 
@@ -58,7 +58,7 @@ class Guard:
         """Decide on a step before the optimiser uses its gradient.
 
         step: its number, from 1. losses: the loss of each rank. grad_norm: over all
-        ranks. weights_are_finite: called where a row of skipped steps begins; its
+        ranks. weights_are_finite: called where a run of skipped steps begins; its
         answer is the same on all ranks.
         """
         if math.isfinite(grad_norm) and all(map(math.isfinite, losses)):
@@ -66,7 +66,7 @@ class Guard:
             return "go"
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        # A row of skipped steps is one event, which its later steps update. Whether the
+        # A run of skipped steps is one event, which its later steps update. Whether the
         # weights are finite is asked once, since skipped steps do not change them.
         if self.skipped_in_a_row == 1:
             finite = weights_are_finite()
@@ -99,7 +99,7 @@ class Guard:
         return {"skipped_steps": self.skipped_steps} if self.skipped_steps else {}
 
     def line(self) -> str:
-        """Describe the newest row of skipped steps in a line."""
+        """Describe the newest run of skipped steps in a line."""
         event = self.events[-1]
         return (
             f"step {event['step'] + event['steps'] - 1}: skipped,"

@@ -166,7 +166,8 @@ class StepLoss:
         if self.dropping is not None:
             self.meters.add_pairs(self.dropping.take())
         # The engines average gradients over the ranks, but the loss is the mean over
-        # the tokens of all ranks: the factor undoes that average.
+        # the tokens of all ranks: the factor undoes that average. (The gradients of an
+        # expert with a single owner are divided by transformers, distributed/fsdp.py.)
         scale = self.accelerator.num_processes / torch.clamp(
             torch.as_tensor(num_kept), min=1
         )

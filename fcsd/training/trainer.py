@@ -73,7 +73,7 @@ class DistillTrainer(ResumableTrainer):
     to a step that goes wrong. `record` is written into each checkpoint and states its
     settings and data. `fcsd.training.meters` lists the logged figures.
 
-    row_order: of the rows of each epoch; None where there are none to train on.
+    row_order: the order of the rows in each epoch; None where there are none to train on.
     """
 
     # `StepLoss` divides by the number of kept tokens of the whole step, so the Trainer
@@ -180,7 +180,8 @@ class DistillTrainer(ResumableTrainer):
         model, loader = self._prepare_for_training(max_steps, loader, None)
         self._load_or_start(max_steps)
         start_time = time.time()
-        log_and_save = partial(  # evaluates, too; nothing else saves checkpoints
+        # It evaluates, too. Nothing else saves checkpoints (best weights: `best.py`).
+        log_and_save = partial(
             self._maybe_log_save_evaluate,
             model=model,
             trial=trial,
@@ -233,7 +234,7 @@ class DistillTrainer(ResumableTrainer):
         restores_random: bool = False,
     ) -> tuple[float, float] | None:
         """Take one optimiser step on the next micro-batches. restores_random: the
-        checkpoint's random numbers go on once they are fetched.
+        checkpoint's random generators are restored once they are fetched.
 
         Returns:
             Norm of the gradient and learning rate; None where a callback has ended the
@@ -280,8 +281,7 @@ class DistillTrainer(ResumableTrainer):
         # is not finite.
         clipped = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = float(self._get_grad_norm(model, clipped))
-        is_writing = writer.name is not None and writer.is_writing
-        verdict = guarded.decide(step + 1, norm, model, is_writing=is_writing)
+        verdict = guarded.decide(step + 1, norm, model, is_writing=writer.is_writing)
         if verdict == "stop":
             raise self._stopped(step + 1)
         goes = verdict == "go"

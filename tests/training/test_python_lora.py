@@ -151,7 +151,7 @@ def test_the_teacher_is_the_same_model_and_the_held_out_kl_falls(bench: Bench) -
     held_out = [{"messages": [{"role": "user", "content": "1 + 1"},
                               {"role": "assistant", "content": "2 is it"}]}] * 4  # fmt: skip
     trainer = trainer_of(bench, "run", eval_dataset=held_out, learning_rate=1e-2)
-    assert trainer.compared.model is trainer.model
+    assert trainer.placed_teacher.model is trainer.model
     before = trainer.evaluate()["eval_kl"]
     trainer.train()
     assert trainer.evaluate()["eval_kl"] < before

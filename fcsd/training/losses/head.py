@@ -107,7 +107,7 @@ class LossHead(nn.Linear):
         if target is None:
             return super().forward(hidden)
         teacher: Any = target.teacher_head
-        compared: Any = target.labels
+        labels_or_teacher: Any = target.labels
         if teacher is not None:
             # A teacher without its own scaling is the student's original, of the same
             # family.
@@ -115,7 +115,7 @@ class LossHead(nn.Linear):
                 getattr(teacher, name, getattr(self, name))
                 for name in ("logit_scale", "softcap")
             )
-            compared = Head(
+            labels_or_teacher = Head(
                 cast(Tensor, target.teacher_hidden),
                 teacher.weight,
                 teacher.bias,
@@ -123,7 +123,7 @@ class LossHead(nn.Linear):
             )
         return fused_linear_loss(
             Head(hidden, self.weight, self.bias, self.logit_scale, self.softcap),
-            compared,
+            labels_or_teacher,
             target.objective,
             vocab_size=self.vocab_size,
             statistics=teacher is not None,
@@ -224,17 +224,17 @@ def _training_forward(
     keep: Tensor | None = None,
     *,
     objective: Any,
-    **target: Any,
+    **fields: Any,
 ) -> LossOutput:
-    compared = Target(objective, **target) if objective != "hidden" else None
+    target = Target(objective, **fields) if objective != "hidden" else None
     head, body = head_and_body(model)
     hidden = body_hidden(
         model, input_ids, position_ids, attention_mask, keep, body=body
     )
-    if compared is None:
+    if target is None:
         return LossOutput(hidden=hidden)
     # Called as a module, so that the head's own hooks run.
-    loss, statistics = head(hidden, compared)
+    loss, statistics = head(hidden, target)
     return LossOutput(
         loss=loss, **(statistics._asdict() if statistics is not None else {})
     )

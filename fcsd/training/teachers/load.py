@@ -207,8 +207,8 @@ def load_teacher(
     """Load the teacher; None where the student itself serves as it. fill: compute the
     rows that a cache lacks.
 
-    `fcsd.training.teachers.load` has checked its checkpoint. Raises UserError: a cache
-    that does not fit.
+    `check_teacher_folder` has checked its checkpoint. Raises UserError: a cache that does
+    not fit.
     """
     plan = source.settings
     if plan.backend == "adapter_off":
