@@ -167,8 +167,8 @@ def a_row_for_each_expert(top_k: int) -> Iterator[None]:
         rows = rows.repeat_interleave(top_k, 0)
         return start(self, rows, experts.reshape(-1, 1), weights.reshape(-1, 1), sizes)
 
-    def finish_combine(token: Any, exchange: Any, dispatch: Any) -> Any:
-        return finish(token, exchange, dispatch).unflatten(0, (-1, top_k)).sum(1)
+    def finish_combine(ticket: Any, exchange: Any, dispatch: Any) -> Any:
+        return finish(ticket, exchange, dispatch).unflatten(0, (-1, top_k)).sum(1)
 
     names = {
         "start_dispatch": start_dispatch,

@@ -4,8 +4,8 @@ error once.
 Otherwise, when a process fails, the others wait in a collective for the hours that a
 score may take, and finally print only that a connection was closed. So each rank has a
 thread that looks once per second into the store through which the ranks met. The first
-rank to fail writes its error there and prints it, and the others end; a rank that stops
-counting there was killed.
+rank to fail writes its error there and prints it, and the others end; a rank whose
+heartbeat stops was killed.
 
 Heavy libraries are imported only by the first launch of several processes.
 
@@ -22,12 +22,12 @@ from typing import Any
 _PERIOD_S = 1.0
 # A process has this long to end by itself once another one has failed.
 _GRACE_S = 5.0
-# A rank is dead if it has not counted for so long after a collective broke...
+# A rank is dead if its heartbeat has stood still for so long after a collective broke...
 _DEAD_S = 6.0
 # ... and at any other time; a library that holds the GIL for long stays below this.
 _SILENT_S = 300.0
-# If all ranks stay in one part of a step for so long, one of them hangs. It is also the
-# timeout of gloo's collectives.
+# If all ranks stay in one part of a step for so long, one of them hangs. It is also
+# gloo's default timeout, which the groups of the exchanges have (transport.py).
 _HUNG_S = 1800.0
 _LOST_S = 60.0  # without an answer from the store: its host is gone
 _UNKNOWN_S = 10.0
@@ -113,7 +113,7 @@ class Watch:
         )
 
     def start(self) -> None:
-        """Begin to count, and to look for failures."""
+        """Begin the heartbeat, and look for failures."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -124,20 +124,20 @@ class Watch:
     # ---- in the thread
 
     def _run(self) -> None:
-        answered, count, last_hang = time.monotonic(), 0, ""
-        last_counts: dict[int, tuple[str, float]] = {}
+        answered, heartbeat, last_hang = time.monotonic(), 0, ""
+        last_heartbeats: dict[int, tuple[str, float]] = {}
         while not self._stopped.wait(_PERIOD_S):
             try:
-                count += 1
-                self.store.set(f"count/{self.rank}", str(count))
+                heartbeat += 1
+                self.store.set(f"heartbeat/{self.rank}", str(heartbeat))
                 if self.store.check(["failure"]):
                     self._end_rank()
                     return
                 if (hang := _where_it_hangs()) != last_hang:
                     last_hang = hang
                     self.store.set(f"hung/{self.rank}", last_hang)
-                if self.rank == 0 and count % 10 == 0:
-                    self._look_for_silence(last_counts)
+                if self.rank == 0 and heartbeat % 10 == 0:
+                    self._look_for_silence(last_heartbeats)
                     if last_hang:
                         self._look_for_a_hang()
                 answered = time.monotonic()
@@ -166,14 +166,14 @@ class Watch:
         sys.stderr.flush()
         os._exit(status)
 
-    def _look_for_silence(self, last_counts: dict[int, tuple[str, float]]) -> None:
-        for rank, count in self._of_all("count").items():
+    def _look_for_silence(self, last_heartbeats: dict[int, tuple[str, float]]) -> None:
+        for rank, heartbeat in self._of_all("heartbeat").items():
             # Times are this rank's own: the clocks of machines differ.
-            if last_counts.get(rank, ("", 0.0))[0] != count:
-                last_counts[rank] = (count, time.monotonic())
+            if last_heartbeats.get(rank, ("", 0.0))[0] != heartbeat:
+                last_heartbeats[rank] = (heartbeat, time.monotonic())
         silent = [
             rank
-            for rank, (_, time_of_change) in last_counts.items()
+            for rank, (_, time_of_change) in last_heartbeats.items()
             if time.monotonic() - time_of_change > _SILENT_S
         ]
         if silent and self._claim(self._silence_text(silent), 1):
@@ -199,7 +199,7 @@ class Watch:
     # ---- in both threads
 
     def _of_all(self, topic: str) -> dict[int, str]:
-        """Return the value that each rank has written as `count` or `hung`; "" for
+        """Return the value that each rank has written as `heartbeat` or `hung`; "" for
         none.
         """
         keys = {rank: f"{topic}/{rank}" for rank in range(self.world_size)}
@@ -250,15 +250,14 @@ class Watch:
         """Return the text that blames a broken collective on ranks that were killed, if
         any were: the broken collective is seldom the cause.
         """
-        # Long enough for every living rank to count several times.
-        counts_before, start = self._of_all("count"), time.monotonic()
+        # Long enough for several heartbeats of every living rank.
+        heartbeats, start = self._of_all("heartbeat"), time.monotonic()
         while time.monotonic() - start < _DEAD_S and not self.store.check(["failure"]):
             self._stopped.wait(_PERIOD_S / 5)
-        counts_after = self._of_all("count")
         dead = [
             rank
-            for rank in counts_before
-            if counts_before[rank] == counts_after[rank] and rank != self.rank
+            for rank, heartbeat in self._of_all("heartbeat").items()
+            if heartbeat == heartbeats[rank] and rank != self.rank
         ]
         return self._silence_text(dead) if dead else None
 

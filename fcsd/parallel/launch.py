@@ -24,9 +24,6 @@ Where ranks have copies, an error of one rank in its share is raised on all of t
 lockstep, and for everything that is not an `Exception`, the others wait in a
 collective, and `fcsd.parallel.failure` ends them.
 
-FSDP2 gathers sharded weights for every pass; while a model is scored, they stay gathered
-if all ranks have room for them (`gathered_once`).
-
 Not covered: starting processes, which is the launcher's work (see `configs/`); ranks
 that must see the same batch (tensor parallelism, and expert
 parallelism of the `all_reduce` kind).
@@ -47,23 +44,19 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
+from torch import nn
 
 from fcsd.base.artifact import Stage, check_outputs, model_outputs
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.memory import available_memory, free_memory
 from fcsd.base.writing import hold_folder, release_folder
 from fcsd.parallel.engine import Engine, Overlap, requested_engine
 from fcsd.parallel.failure import watch_ranks
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 Item = TypeVar("Item")
 
@@ -74,7 +67,7 @@ Result = TypeVar("Result")
 class Share:
     """The items that a rank is dealt, each with its number among all, and their
     results: of this rank within the block of `Ranks.sharing`, of all items, in order,
-    behind it.
+    after it.
     """
 
     items: list[tuple[int, Any]]
@@ -108,7 +101,7 @@ class Ranks:
     @contextlib.contextmanager
     def sharing(self, items: Sequence[Any], idle: Callable[[], Any]) -> Iterator[Share]:
         """Give the block the items that this rank is dealt; the block appends a result
-        for each, and behind it all ranks have the results of all items.
+        for each, and after it all ranks have the results of all items.
 
         idle: runs a dummy forward, on ranks in lockstep that have fewer items. Raises
         as `share`.
@@ -152,8 +145,6 @@ class Ranks:
             return [own_result]
         # The error is also sent to the others, since they wait in the collective.
         outcomes: list[Any] = [None] * self.size
-        import torch.distributed as dist
-
         dist.all_gather_object(outcomes, (own_result, _report(error)))
         _raise_first(error, [report for _, report in outcomes])
         return [result for result, _ in outcomes]
@@ -167,8 +158,6 @@ class Ranks:
         # An error is sent like a result, because the others wait for either.
         own_result, error = _attempt(call) if self.first else (None, None)
         outcome: list[Any] = [(own_result, _report(error))]
-        import torch.distributed as dist
-
         dist.broadcast_object_list(outcome, src=0)
         result, report = outcome[0]
         _raise_first(error, [report])
@@ -231,98 +220,15 @@ def input_device(model: Any) -> torch.device:
     """Return the device for token ids; it is not that of the embedding's weights, if
     these are moved to another one for a pass.
     """
-    import torch
-
     # The embedding is the first module, and the only one that gets token ids.
     embedding = model.get_input_embeddings()
     if is_sharded(embedding):
-        from accelerate import PartialState
-
         return PartialState().device  # offloaded weights are in main memory
     # accelerate's hook moves offloaded weights to this device for the pass.
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     if device is not None:
         return torch.device(device)
     return next(embedding.parameters()).device
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The weights that FSDP2 gathers on a rank: its units, each with whether a forward
-    pass frees it, and the bytes of all of them.
-    """
-
-    units: list[tuple[Any, bool]]
-    num_bytes: int
-    device: torch.device
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP2 has gathered (generation leaves the head whole)."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-_WHOLE_AND_REST = 1.1
-"""Free memory, as a multiple of all gathered weights, from which on they stay gathered:
-a tenth is for caches and activations.
-"""
-
-
-def fits_whole(num_bytes: int, free_bytes: int) -> bool:
-    """Tell whether weights of this many bytes stay whole while a model is scored."""
-    return _WHOLE_AND_REST * num_bytes <= free_bytes
-
-
-@contextlib.contextmanager
-def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Keep the weights that FSDP2 gathers in the block's first forward pass until the
-    block ends, if all ranks have room for them.
-
-    Generation makes a pass for every token, and each would gather all weights. All
-    ranks enter the block, and change no weights in it. Expert parallelism gathers as it
-    does outside.
-    """
-    # Only models under FSDP2 have such a record.
-    shards: list[Shards] = [
-        shard_set.__dict__["_shards"]
-        for shard_set in model.modules()
-        if "_shards" in shard_set.__dict__
-    ]
-    num_bytes = sum(shard_set.num_bytes for shard_set in shards)
-    # All ranks must decide alike, or their gathers would not match.
-    keeps_gathered = False
-    if shards:
-        keeps_gathered = all(
-            ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device)))
-        )
-    if keeps_gathered:
-        units = [unit for shard_set in shards for unit in shard_set.units]
-    else:
-        units = []
-    for unit, _ in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for unit, frees in units:
-            unit.set_reshard_after_forward(frees, recurse=False)
-        if units:
-            reshard(model)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank may take of its device's memory."""
-    if device.type == "cpu":
-        return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    import torch
-
-    # Unused blocks of the caching allocator are returned to the device first.
-    free_memory()
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fcsd.parallel.launch import Ranks
-from fcsd.parallel.shard import KEPT
+from fcsd.parallel.shard import KEPT, reshard
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,6 @@ def parts_of(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> list[Part
     """Free gathered weights, and return this rank's part of every trained parameter, in
     the model's order.
     """
-    from fcsd.parallel.launch import reshard
-
     reshard(model)
     return list(_parts(model, optimizer, ranks))
 

@@ -7,7 +7,8 @@ closures: only the inputs of the norms change, everything else is the family's c
 module is added and no parameter moves. A layer whose routed output stays in flight
 returns the pair (o_k, o_k - routed_k); the model's loop passes it on unchanged, and the
 next layer's `__call__` splits it into two positional tensors, so that hooks and
-re-entrant checkpointing see tensors. o_k - routed_k is a sum without routed_k; nothing
+re-entrant checkpointing see tensors. Without overlap o_k already contains routed_k, and
+the pair only hides it from attention. o_k - routed_k is a sum without routed_k; nothing
 is subtracted. Layers that are not the plain pre-norm layer have their equations in
 `fcsd.model.families.Family`.
 
@@ -189,7 +190,7 @@ class LayerPass:
         self.after_attention: Any = None
         self.shared_output: Any = None
         self.connections: dict[int, dict[str, Any]] = {}
-        self.outdated: dict[str, Any] | None = None
+        self.early_connection: dict[str, Any] | None = None
 
     def norm(self, name: str | None, x: torch.Tensor) -> Any:
         return getattr(self.norms, name)(x) if name else x
@@ -279,12 +280,6 @@ class LayerPass:
             return self.connect(1, h, h)
         return self.connect(1, self.kept(0, self.o), h)
 
-    def outdated_read(self) -> torch.Tensor:
-        """Return the vector that the MLP reads from the streams without this layer's
-        attention."""
-        self.outdated = self.connection(1, self.kept(0, self.o))
-        return self.outdated["read"]  # type: ignore[no-any-return]
-
     def connection(self, side: int, streams: torch.Tensor) -> dict[str, Any]:
         """Return what a hyper-connection computes from these streams, by name."""
         module = getattr(self.layer, self.family.connections[side])
@@ -300,7 +295,7 @@ class LayerPass:
         from what the branch reads; what belongs to the residual connection from the
         streams that it keeps.
         """
-        early = self.outdated if side and read is not whole else None
+        early = self.early_connection if side and read is not whole else None
         values = self.connection(side, read) if early is None else early
         if read is not whole:
             if "mix" in values:

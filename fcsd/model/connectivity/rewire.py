@@ -149,7 +149,7 @@ def _hands_on(stack: nn.ModuleList, k: int, family: Any, farskip: Any) -> bool:
     """Return whether the next layer, which is rewired, reads another stream than o_k."""
     is_moe, next_is_moe = (
         is_one_of(getattr(layer, family.moe), family.moe_block)
-        for layer in (stack[k], stack[min(k + 1, len(stack) - 1)])
+        for layer in (stack[k], stack[k + 1])
     )
     if family.layout == "blocks" and next_is_moe:
         return _is_outdated(k + 1, farskip["mlp"])

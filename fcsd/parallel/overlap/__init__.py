@@ -10,7 +10,6 @@ pipeline parallelism; CUDA graphs.
 """
 
 from fcsd.parallel.overlap.attach import (
-    Overlap,
     attach,
     attach_loaded,
     check,
@@ -22,7 +21,6 @@ from fcsd.parallel.overlap.support import check_transformers, refusal, with_plan
 
 __all__ = [
     "IMPLEMENTATIONS",
-    "Overlap",
     "OverlappedEP",
     "attach",
     "attach_loaded",

@@ -23,7 +23,7 @@ from fcsd.parallel.overlap.layer import (
 from fcsd.parallel.overlap.schedule import Split
 from fcsd.parallel.overlap.support import check_transformers, kept_inside, refusal
 
-Overlap = Literal["full", "forward", "blocking"]
+OverlappedPasses = Literal["full", "forward", "blocking"]
 _OVERLAPS: dict[str, tuple[bool, bool]] = {
     "full": (True, True),
     "forward": (True, False),
@@ -33,7 +33,7 @@ _OVERLAPS: dict[str, tuple[bool, bool]] = {
 
 def attach(
     model: Any,
-    overlap: Overlap = "full",
+    overlap: OverlappedPasses = "full",
     *,
     split: Split | None = None,
     transport: Any = None,
@@ -166,11 +166,11 @@ def _runtime(
     attention = _attention(family, layer)
     chosen: Split = split or ("core" if attention is not None else "end")
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
-    moe, between = is_one_of(block, family.moe_block), kept_inside(family) is None
+    moe, crosses = is_one_of(block, family.moe_block), kept_inside(family) is None
     if ep is None or not moe:
         # An MoE block whose experts are not sharded has nothing to send; its layer
         # returns the pair of streams, as without a runtime.
-        return LayerRuntime(None, None, chosen, index, block_only=moe or not between)
+        return LayerRuntime(None, None, chosen, index, block_only=moe or not crosses)
     shared = None
     if getattr(block, family.block_shared or "", None) is not None:
         shared = family.block_shared
@@ -182,7 +182,7 @@ def _runtime(
         "router" if ep.scaled else None,
         family.block_argument,
     )
-    return LayerRuntime(ep, names, chosen, index, attention, not between)
+    return LayerRuntime(ep, names, chosen, index, attention, not crosses)
 
 
 def _own_forward(block: nn.Module) -> Any:

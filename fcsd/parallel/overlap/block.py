@@ -35,9 +35,9 @@ class Handle:
     block: Callable[[Tensor], Tensor]
     multiplier: float
 
-    def arrive(self, token: Tensor) -> Tensor:
+    def arrive(self, ticket: Tensor) -> Tensor:
         """Wait for the combine; return the experts' output, (N, D)."""
-        return OverlappedEP.finish_combine(token, self.exchange, self.dispatch)
+        return OverlappedEP.finish_combine(ticket, self.exchange, self.dispatch)
 
     def add(self, partial: Tensor, routed: Tensor) -> Tensor:
         """Return the stream with the routed output added."""
@@ -67,19 +67,19 @@ class Call:
     own_routed: Tensor | None = None
     sizes: Sizes | None = None
 
-    def arrive(self, token: Tensor) -> Tensor:
+    def arrive(self, ticket: Tensor) -> Tensor:
         """Return the previous layer's routed output; a recomputation has it already."""
         assert self.before is not None
         # The exchange ran in the first pass; the recomputation takes its detached
         # result.
         if self.passes > 1:
-            return Known.apply(token, self.routed)  # type: ignore[no-any-return]
-        routed = self.before.arrive(token)
+            return Known.apply(ticket, self.routed)  # type: ignore[no-any-return]
+        routed = self.before.arrive(ticket)
         self.routed = routed.detach() if self.keeps else None
         return routed
 
 
-class Stopped(Exception):
+class LeaveForward(Exception):
     """Raised to leave a family's forward once it has got as far as is needed."""
 
     def __init__(self, *values: Any):
@@ -88,7 +88,7 @@ class Stopped(Exception):
 
 
 def stop(*values: Any, **_: Any) -> Any:
-    raise Stopped(*values)
+    raise LeaveForward(*values)
 
 
 class Recorder(View):
@@ -220,7 +220,7 @@ class BlockRun:
             stand_in = Recorder(self.block, overrides, self.tape)
             self.names.forward(stand_in, self.m, **self.given)
         # A capacity limit, if there is one, changes the routing weights here.
-        except Stopped as reached:
+        except LeaveForward as reached:
             self.chosen = capped(self.block.experts, reached.values)
 
     def _choose(self, x: Tensor) -> Any:
@@ -233,7 +233,7 @@ class BlockRun:
             (str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits))
         )
         # The block would call its experts next, with these arguments.
-        raise Stopped(x, chosen.indices, chosen.values)
+        raise LeaveForward(x, chosen.indices, chosen.values)
 
     def start_dispatch(self) -> None:
         """Send the tokens to their experts; a recomputation knows the sizes already."""
@@ -256,7 +256,7 @@ class BlockRun:
         """Send the outputs back. A recomputation sends nothing: the received rows are
         known or not needed.
         """
-        self.token, self.combine = self.ep.start_combine(
+        self.ticket, self.combine = self.ep.start_combine(
             self.rows, self.pairs, self.dispatch.sizes, absent=self.again
         )
         del self.rows, self.pairs
@@ -280,10 +280,10 @@ class BlockRun:
         """Wait for the routed output, and run the rest of the block inside its layer."""
         call = self.call
         if self.again:
-            routed = Known.apply(self.token, call.own_routed)
+            routed = Known.apply(self.ticket, call.own_routed)
         else:
             routed = OverlappedEP.finish_combine(
-                self.token, self.combine, self.dispatch
+                self.ticket, self.combine, self.dispatch
             )
             call.own_routed = routed.detach() if call.keeps else None
         self.output = behind_experts(

@@ -4,7 +4,7 @@ at another.
 An exchange is two autograd nodes, start and finish. Each is where the forward pass
 launches or waits, so the backward pass, which runs nodes in the reverse order of their
 creation, launches at the finish and waits at the start: it is overlapped by the same
-computation. Autograd sees only an empty token of an exchange in flight; rows and
+computation. Autograd sees only a ticket of an exchange in flight, an empty tensor; rows and
 handles are in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint)
 can read rows that have not arrived.
 
@@ -193,7 +193,7 @@ class Exchange:
 
 class DispatchStart(torch.autograd.Function):
     """Send rows (M, D), and the weights (P,) and codes (P,) of their pairs, in parcels;
-    return the token.
+    return its ticket.
     """
 
     @staticmethod
@@ -225,7 +225,11 @@ class DispatchFinish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, received: Parcels, num_experts: int, exchange: Exchange
+        ctx: Any,
+        ticket: Tensor,
+        received: Parcels,
+        num_experts: int,
+        exchange: Exchange,
     ) -> Any:
         """Wait."""
         parcels = exchange.finish()
@@ -275,7 +279,7 @@ class Weighting(torch.autograd.Function):
 
 
 class CombineStart(torch.autograd.Function):
-    """Send the rows (M, D) of the experts' outputs back; return the token."""
+    """Send the rows (M, D) of the experts' outputs back; return its ticket."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
@@ -298,7 +302,7 @@ class CombineFinish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, exchange: Exchange, tokens: Tensor, num_tokens: int
+        ctx: Any, ticket: Tensor, exchange: Exchange, tokens: Tensor, num_tokens: int
     ) -> Tensor:
         """Wait."""
         ctx.exchange, ctx.tokens = exchange, tokens
@@ -319,7 +323,7 @@ class Known(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, ticket: Tensor, value: Tensor) -> Tensor:
         """Return the value."""
         return value.detach()
 

@@ -60,14 +60,15 @@ class Dispatch:
     """The rows of one layer on their way to the experts, with all that the combine
     needs.
 
-    tokens: (M,) the number of each row's token, below num_tokens.
+    tokens: (M,) the number of each row's token, below num_tokens. ticket: of
+    the exchange, for autograd.
     """
 
     sizes: Sizes
     tokens: Tensor
     num_tokens: int
     exchange: Exchange
-    token: Tensor
+    ticket: Tensor
 
 
 class OverlappedEP(EPImplementation):
@@ -136,10 +137,10 @@ class OverlappedEP(EPImplementation):
         exchange = Exchange(
             self.port, "dispatch", sizes.sent.splits, sizes.received.splits
         )
-        token = DispatchStart.apply(
+        ticket = DispatchStart.apply(
             sent_rows, pair_weights, codes, sizes.sent, exchange
         )
-        return Dispatch(sizes, tokens, len(rows), exchange, token)
+        return Dispatch(sizes, tokens, len(rows), exchange, ticket)
 
     def _start_counts(
         self, is_sent: Tensor, ranks: Tensor, rows: Tensor
@@ -193,7 +194,7 @@ class OverlappedEP(EPImplementation):
         (P, D), and the pairs.
         """
         rows, weights, *pair_layout = DispatchFinish.apply(
-            dispatch.token, dispatch.sizes.received, self.num_here, dispatch.exchange
+            dispatch.ticket, dispatch.sizes.received, self.num_here, dispatch.exchange
         )
         # Scaled experts take weighted inputs: the weight is used up before them.
         if self.scaled:
@@ -214,20 +215,22 @@ class OverlappedEP(EPImplementation):
     def start_combine(
         self, outputs: Tensor, pairs: Pairs, sizes: Sizes, *, absent: bool = False
     ) -> tuple[Tensor, Exchange]:
-        """Send the experts' outputs back; return the token and the exchange. absent: a
+        """Send the experts' outputs back; return the ticket and the exchange. absent: a
         recomputation sends nothing.
         """
         receive, send = list(sizes.sent.rows), list(sizes.received.rows)
         exchange = Exchange(self.port, "combine", send, receive, absent=absent)
         rows = Weighting.apply(outputs, pairs.weights, pairs.row, pairs.lengths)
-        token = CombineStart.apply(rows, exchange)
-        return token, exchange  # type: ignore[return-value]
+        ticket = CombineStart.apply(rows, exchange)
+        return ticket, exchange  # type: ignore[return-value]
 
     @staticmethod
-    def finish_combine(token: Tensor, exchange: Exchange, dispatch: Dispatch) -> Tensor:
+    def finish_combine(
+        ticket: Tensor, exchange: Exchange, dispatch: Dispatch
+    ) -> Tensor:
         """Return the routed output (N, D)."""
         return CombineFinish.apply(
-            token, exchange, dispatch.tokens, dispatch.num_tokens
+            ticket, exchange, dispatch.tokens, dispatch.num_tokens
         )  # type: ignore[no-any-return]
 
     def _run_blocking(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -238,8 +241,8 @@ class OverlappedEP(EPImplementation):
             dispatch = self.start_dispatch(rows, experts, weights, None)
             arrived, pairs = self.finish_dispatch(dispatch)
             outputs = _of_rows(self._experts, arrived, pairs.ids)
-            token, exchange = self.start_combine(outputs, pairs, dispatch.sizes)
-            return self.finish_combine(token, exchange, dispatch)
+            ticket, exchange = self.start_combine(outputs, pairs, dispatch.sizes)
+            return self.finish_combine(ticket, exchange, dispatch)
         finally:
             self.port = port
 

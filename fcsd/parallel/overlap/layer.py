@@ -30,7 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.layer import LayerPass, View
+from fcsd.model.connectivity.layer import (
+    LayerPass,
+    View,
+    side_value,
+    with_side_value,
+)
 from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.overlap.attention import between
 from fcsd.parallel.overlap.block import (
@@ -38,8 +43,8 @@ from fcsd.parallel.overlap.block import (
     BlockRun,
     Call,
     Handle,
+    LeaveForward,
     Recorder,
-    Stopped,
     replay,
     stop,
 )
@@ -48,10 +53,10 @@ from fcsd.parallel.overlap.schedule import BLOCK, LayerFacts, Split, schedule
 
 
 class InFlight(NamedTuple):
-    """The output of a layer whose combine is still under way."""
+    """The output of a layer whose combine is still under way. ticket: of its exchange."""
 
     partial: Tensor
-    token: Tensor
+    ticket: Tensor
     handle: Handle
 
 
@@ -95,40 +100,44 @@ class LayerRuntime:
         # A layer whose output a hook reads cannot leave its combine in flight.
         handle = in_flight.handle if in_flight else None
         call = Call(handle, output_is_read(layer), keeps, plain=output_is_read(block))
-        # InFlight: partial stream and token. Another pair: stream and attention's
-        # input.
-        first, second = hidden[:2] if isinstance(hidden, tuple) else (hidden, None)
-        side_argument = layer.farskip_plan.family.side_output
-        carry = layer.farskip_plan.carry
+        if isinstance(hidden, tuple):
+            stream, ticket_or_input = hidden[:2]
+        else:
+            stream, ticket_or_input = hidden, None
+        side, carry = layer.farskip_plan.family.side_output, layer.farskip_plan.carry
         # In families whose layers pass on a side output, that argument also carries
         # attention's input.
-        if side_argument and isinstance(kwargs[side_argument], tuple):
-            second, kwargs[side_argument] = kwargs[side_argument]
-        out = base_call(layer, first, second, call, *args, **kwargs)
-        return (out[0], (out[1], out[2])) if side_argument and carry else out
+        if side and isinstance(value := side_value(side, args, kwargs), tuple):
+            ticket_or_input, value = value
+            args, kwargs = with_side_value(side, args, kwargs, value)
+        out = base_call(layer, stream, ticket_or_input, call, *args, **kwargs)
+        return (out[0], (out[1], out[2])) if side and carry else out
 
     def forward(
         self,
         layer: Any,
         base_forward: Callable[..., Any],
-        first: Tensor,
-        second: Any,
+        stream: Tensor,
+        ticket_or_input: Any,
         call: Call,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the layer. first, second: the partial stream and the token, or the stream
-        and attention's input.
+        """Run the layer. stream, ticket_or_input: if the previous combine is in flight
+        (`call.before`), the partial stream and its ticket; else the whole stream and
+        attention's input (None: the stream).
         """
         call.passes += 1
         if self.block_only or call.plain:
+            attention_input = ticket_or_input
             # These layers need the whole stream from the start.
             if call.before is not None:
-                first, second = call.before.add(first, call.arrive(second)), first
+                attention_input = stream
+                stream = call.before.add(stream, call.arrive(ticket_or_input))
             return self._around_block(
-                layer, base_forward, first, second, call, args, kwargs
+                layer, base_forward, stream, attention_input, call, args, kwargs
             )
-        return _LayerRun(self, layer, first, second, call, kwargs).output(
+        return _LayerRun(self, layer, stream, ticket_or_input, call, kwargs).output(
             base_forward, args, kwargs
         )
 
@@ -204,7 +213,7 @@ def _beside_attention(
     family = rewired.family
 
     def begin() -> None:
-        run.m = _outdated(rewired)
+        run.m = _block_input(rewired)
         one_piece = run.one_piece()
         run.pass_by("attention a")
         if one_piece:
@@ -233,11 +242,12 @@ def _beside_attention(
     }
 
 
-def _outdated(rewired: LayerPass) -> Any:
+def _block_input(rewired: LayerPass) -> Any:
     """Return the input of the MoE block in a layer that keeps its own forward pass."""
     family = rewired.family
     if family.layout == "streams":
-        return rewired.norm(family.mlp_norm, rewired.outdated_read())
+        rewired.early_connection = rewired.connection(1, rewired.kept(0, rewired.o))
+        return rewired.norm(family.mlp_norm, rewired.early_connection["read"])
     if family.layout == "pre_norm":
         stream = rewired.o
     else:
@@ -259,19 +269,18 @@ class _LayerRun(BlockRun):
         self,
         runtime: LayerRuntime,
         layer: Any,
-        first: Tensor,
-        second: Any,
+        stream: Tensor,
+        ticket_or_input: Any,
         call: Call,
         kwargs: Any,
     ):
         self.runtime, self.layer = runtime, layer
         self.plan = layer.farskip_plan
         self.family = self.plan.family
-        # With a combine in flight, `first` is the partial stream and `second` its
-        # token.
         incoming = call.before is not None
-        self.token: Any = second if incoming else None
-        self.rewired = LayerPass(layer, first, None if incoming else second, kwargs)
+        self.ticket: Any = ticket_or_input if incoming else None
+        attention_input = None if incoming else ticket_or_input
+        self.rewired = LayerPass(layer, stream, attention_input, kwargs)
         self.outgoing = runtime.ep is not None and self.plan.carry and not call.reads
         facts = LayerFacts(
             runtime.ep is not None,
@@ -291,7 +300,7 @@ class _LayerRun(BlockRun):
         family, layer, rewired = self.family, self.layer, self.rewired
         self.until("attention a")
         first_entry = {family.in_norm: rewired.in_norm, family.mlp_norm: stop}
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(LeaveForward):
             forward(
                 Recorder(layer, first_entry, self.modules, self._attention),
                 rewired.a,
@@ -308,7 +317,7 @@ class _LayerRun(BlockRun):
             family.moe: self._moe,
         }
         # A dense layer's forward returns here; an MoE layer's is stopped in its block.
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(LeaveForward):
             return forward(
                 View(layer, replay(self.modules) | second_entry),
                 rewired.o,
@@ -319,7 +328,7 @@ class _LayerRun(BlockRun):
             return None  # the output of a recomputation is not used
         if self.outgoing:
             return InFlight(
-                rewired.partial(), self.token, self.handle(self._multiplier())
+                rewired.partial(), self.ticket, self.handle(self._multiplier())
             )
         return self.stream
 
@@ -349,7 +358,7 @@ class _LayerRun(BlockRun):
         # A recomputation ends before the combine, after which no tensor is kept for the
         # backward pass.
         self.until("finish combine" if self.again else None)
-        raise Stopped
+        raise LeaveForward
 
     def _multiplier(self) -> float:
         # Some families scale a branch before it is added to the stream.
@@ -362,7 +371,7 @@ class _LayerRun(BlockRun):
         """Wait for the previous layer's combine, which makes the stream whole."""
         assert self.call.before is not None
         self.rewired.o = self.call.before.add(
-            self.rewired.o, self.call.arrive(self.token)
+            self.rewired.o, self.call.arrive(self.ticket)
         )
 
     def router(self) -> None:
@@ -384,7 +393,7 @@ class _LayerRun(BlockRun):
     def finish_combine(self) -> None:
         """Wait for this layer's own combine."""
         handle, partial = self.handle(self._multiplier()), self.rewired.partial()
-        stream = handle.add(partial, handle.arrive(self.token))
+        stream = handle.add(partial, handle.arrive(self.ticket))
         self.stream = (stream, partial) if self.plan.carry else stream
 
 

@@ -3,11 +3,10 @@
     x_e, y_e  inputs of student and teacher at the tokens that the student routes to expert e, (N_e, D)
     A_e       x_e A_e ≈ y_e, ridge towards the shared map A; folded into the weights with which e reads
 
-    r_t  the error that remains in the stream after the layer at token t, (N, D) v_e
-    the output of expert e, weighted by the router, at the tokens that are routed to it,
-    (N_e, D) B_e  v_e B_e ≈ v_e + r_e, ridge towards the identity; folded into the
-    weights with which e writes;
-         then r_e <- r_e - v_e (B_e - I)
+    r         the error that remains in the stream after the layer, (N, D); r_e at the tokens of expert e
+    v_e       output of expert e, weighted by the router, at the tokens that are routed to it, (N_e, D)
+    B_e       v_e B_e ≈ v_e + r_e, ridge towards the identity; folded into the weights with which e writes;
+              then r_e <- r_e - v_e (B_e - I)
 
 The outputs are solved one expert after another, each on the error that the experts
 before it leave. Only one expert's outputs are in memory at a time: the module that
