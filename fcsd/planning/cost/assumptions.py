@@ -66,9 +66,9 @@ ASSUMPTIONS = {
     "all_reduce_us": Assumption(11, 8.3, 18.7, "microseconds of an engine's own all-reduce of the plan's tokens, in"
                                 " line", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
                                 most=100_000),
-    "side_us": Assumption(24, 20.7, 34, "microseconds of the same by NCCL or RCCL on a side stream, which FarSkip's"
-                          " plugins overlap", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
-                          most=100_000),
+    "side_us": Assumption(24, 20.7, 34, "microseconds of the same on a side stream, by NCCL or RCCL (vLLM's plugin runs"
+                          " the engine's own kernels there, untimed)",
+                          "by size, GPU and ranks: fcsd/planning/cost/collectives.py", most=100_000),
     "fused_norm_us": Assumption(3.2, 0, 4.8, "microseconds that an engine saves where it fuses a norm with the"
                                 " all-reduce before it, in line; FarSkip's plugins cannot",
                                 "TensorRT-LLM tech blog 1 (8 B200, DeepSeek-R1: 164 to 168 tokens/s, 2.82 of them a"

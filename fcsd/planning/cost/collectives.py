@@ -1,6 +1,9 @@
 """Published times of all-reduces within a node, by size of the reduced tensor: those
-that an engine runs in line, and NCCL's or RCCL's, which FarSkip's plugins run on a side
-stream.
+that an engine runs in line, and NCCL's or RCCL's, which price those on a side stream.
+
+SGLang's plugin runs NCCL or RCCL there, as vLLM's does with `comm: nccl`. By default the
+latter runs the engine's own kernels there; nobody has published how long these take
+beside computation, so that a plan prices NCCL and names the gain with them beside it.
 
 Each was captured in a CUDA or HIP graph unless its source says otherwise; nothing here
 was fitted to a gain or to the trace of a whole step. The times hardly depend on the
@@ -19,7 +22,7 @@ from typing import Literal
 from fcsd.planning.cost.hardware import Gpu
 
 Way = Literal["engine", "side"]
-"""Who sends: the engine's own kernel, in line; or NCCL or RCCL, on a side stream."""
+"""Who sends: the engine's own kernel, in line; or a side stream, priced as NCCL or RCCL."""
 
 Microseconds = tuple[float, float, float]
 """Least, typical and most microseconds."""

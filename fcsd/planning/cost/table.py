@@ -523,7 +523,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "FUSED NORMS: the engine fuses its all-reduces with the norms behind them,"
             f" which saves {_ms(fused_s['regular'])} ms; FarSkip loses"
-            f" {_ms(fused_s['lost'])} ms of that, because NCCL's on a side stream cannot"
+            f" {_ms(fused_s['lost'])} ms of that, because those on a side stream cannot"
         )
     if kernels := _kernels(facts):
         yield f"KERNELS: {kernels}"
