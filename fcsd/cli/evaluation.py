@@ -172,19 +172,19 @@ def _grade_samples(arguments: Namespace) -> None:
     defaults = {name: parser.get_default(name) for name in foreign}
     reason = "has no meaning with --samples, which runs no model"
     _refuse_given(arguments, defaults, reason)
-    from fcsd.evaluation.config import Scoring
+    from fcsd.evaluation.config import SampleFile
     from fcsd.evaluation.grade_file import score_file
     from fcsd.report.table import score_table
 
-    scoring = Scoring.from_options(vars(arguments), dataset=arguments.tasks)
-    print_result(arguments, score_file(scoring), score_table)
+    sample_file = SampleFile.from_options(vars(arguments), dataset=arguments.tasks)
+    print_result(arguments, score_file(sample_file), score_table)
 
 
 def _samples_defaults() -> dict[str, Any]:
     """Return the options of a file of samples alone, with their defaults."""
-    from fcsd.evaluation.config import Scoring
+    from fcsd.evaluation.config import SampleFile
 
-    return {name: Scoring.model_fields[name].default for name in _SAMPLES_ONLY}
+    return {name: SampleFile.model_fields[name].default for name in _SAMPLES_ONLY}
 
 
 def _refuse_given(
@@ -218,7 +218,7 @@ def _compare(arguments: Namespace) -> None:
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
-    from fcsd.evaluation.config import EvaluationConfig, Scoring
+    from fcsd.evaluation.config import EvaluationConfig, SampleFile
 
     model_argument(parser, optional=True)
     field_options(
@@ -242,7 +242,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     )
     field_options(
         parser,
-        Scoring,
+        SampleFile,
         "include_path",
         type=Path,
         help="with --tasks: your own task definitions (lm-eval YAML)",
@@ -259,7 +259,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     )
     field_options(
         parser,
-        Scoring,
+        SampleFile,
         "thinking",
         help=(
             "let a hybrid model think before it answers (allow enough tokens for it);"
@@ -286,7 +286,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     )
     field_options(
         parser,
-        Scoring,
+        SampleFile,
         "output",
         type=Path,
         help="folder for results.json and samples_*.jsonl",
@@ -305,7 +305,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
 
 
 def _samples_arguments(parser: ArgumentParser) -> None:
-    from fcsd.evaluation.config import Scoring
+    from fcsd.evaluation.config import SampleFile
 
     parser.add_argument(
         "--samples",
@@ -317,9 +317,9 @@ def _samples_arguments(parser: ArgumentParser) -> None:
         ),
     )
     for name in sorted(_SAMPLES_ONLY):
-        help = Scoring.model_fields[name].description or ""
+        help = SampleFile.model_fields[name].description or ""
         changes = {"help": f"with --samples: {help}"}
-        field_options(parser, Scoring, name, **changes)
+        field_options(parser, SampleFile, name, **changes)
 
 
 def _server_arguments(parser: ArgumentParser) -> None:
@@ -345,7 +345,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 
 def _compare_options(parser: ArgumentParser) -> None:
-    from fcsd.evaluation.config import Scoring
+    from fcsd.evaluation.config import SampleFile
 
     parser.add_argument(
         "original",
@@ -362,7 +362,7 @@ def _compare_options(parser: ArgumentParser) -> None:
     )
     field_options(
         parser,
-        Scoring,
+        SampleFile,
         "output",
         type=Path,
         help=(

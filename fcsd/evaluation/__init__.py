@@ -5,7 +5,7 @@
         STEPS[kind].prepare   in code/, lm_eval/, own_text/
       runner.PreparedEvaluation     called with a model: asks it task by task
         STEPS[kind].run       samples; questions go to `backend` or `served`
-        store.TaskStore.put         keeps a finished task
+        results.TaskStore.put       keeps a finished task
         results.whole_result        the content of results.json
       results.write_result
 

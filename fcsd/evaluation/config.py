@@ -496,7 +496,7 @@ class EvaluationConfig(Strict):
         return value
 
 
-class Scoring(Strict):
+class SampleFile(Strict):
     """A file of ready samples, and how it is graded."""
 
     samples: Path

@@ -19,7 +19,7 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
     CodeTaskConfig,
     LMEvalTaskConfig,
-    Scoring,
+    SampleFile,
     SuiteConfig,
     TaskConfig,
     pass_k,
@@ -54,25 +54,25 @@ class Graded(NamedTuple):
     layers: dict[str, Any] | None = None
 
 
-def score_file(scoring: Scoring) -> dict[str, Any]:
+def score_file(sample_file: SampleFile) -> dict[str, Any]:
     """Grade a file of samples, and return the result in the form of `fcsd evaluate`.
 
     Raises:
         UserError: an invalid file, line, column or problem, or a scorer that cannot
             run.
     """
-    if scoring.timeout_s is not None and scoring.timeout_s <= 0:
-        raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
-    check_is_file(scoring.samples)  # before a data set is fetched
-    if scoring.output is not None:
-        _refuse_foreign(scoring.output)
-    rows, suite = _rows(scoring)
+    if sample_file.timeout_s is not None and sample_file.timeout_s <= 0:
+        raise UserError(f"--timeout-s: must be above 0, got {sample_file.timeout_s:g}")
+    check_is_file(sample_file.samples)  # before a data set is fetched
+    if sample_file.output is not None:
+        _refuse_foreign(sample_file.output)
+    rows, suite = _rows(sample_file)
     graded: dict[str, Graded] = {}
     tasks: dict[str, dict[str, Any]] = {}
     for row, lines in rows:
-        of_task = graded[row.task] = _GRADED[row.kind](scoring, suite, row, lines)
+        of_task = graded[row.task] = _GRADED[row.kind](sample_file, suite, row, lines)
         tasks[row.task] = task_result(
-            row, of_task.samples, of_task.num_items, scoring.data_root
+            row, of_task.samples, of_task.num_items, sample_file.data_root
         )
     samples_by_task = {task: of_task.samples for task, of_task in graded.items()}
     # Graded with --partial, the result is a quick look, as with a limit.
@@ -81,7 +81,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     settings = {
         "limit": count if count < total else None,
         "scorer": "fcsd",
-        "samples_sha256": file_sha256(scoring.samples),
+        "samples_sha256": file_sha256(sample_file.samples),
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
     }
@@ -91,19 +91,23 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         None,
     )
     result = whole_result(
-        f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers
+        f"{_SUITE}{' '.join(tasks)}", str(sample_file.samples), tasks, settings, layers
     )
-    if scoring.output is not None:
-        save_result(result, samples_by_task, scoring.output)
+    if sample_file.output is not None:
+        save_result(result, samples_by_task, sample_file.output)
     return result
 
 
-def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
+def _rows(
+    sample_file: SampleFile,
+) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
     """Return the rows to grade, each with its lines, and the suite of the rows."""
-    samples = scoring.samples
-    dataset = scoring.dataset
-    suite = load_suite(scoring.suite)
-    limit = {} if scoring.timeout_s is None else {"timeout_s": scoring.timeout_s}
+    samples = sample_file.samples
+    dataset = sample_file.dataset
+    suite = load_suite(sample_file.suite)
+    limit = (
+        {} if sample_file.timeout_s is None else {"timeout_s": sample_file.timeout_s}
+    )
     if (
         dataset is not None
         and dataset not in {row.task for row in suite.tasks}
@@ -122,7 +126,7 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
                 " the whole file"
             )
         by_task.setdefault(name, []).append((where, line))
-    chosen = chosen_suite(list(by_task), suite, scoring.include_path)
+    chosen = chosen_suite(list(by_task), suite, sample_file.include_path)
     for row in chosen.tasks:
         if row.kind in _NOT_IN_A_FILE:
             raise UserError(
@@ -178,31 +182,31 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _code(
-    scoring: Scoring, suite: SuiteConfig, row: CodeTaskConfig, lines: Lines
+    sample_file: SampleFile, suite: SuiteConfig, row: CodeTaskConfig, lines: Lines
 ) -> Graded:
-    problems = load_problems(row, scoring.data_root)
-    thinking = scoring.thinking or bool(row.thinking)
+    problems = load_problems(row, sample_file.data_root)
+    thinking = sample_file.thinking or bool(row.thinking)
     programs = programs_of(lines, problems, thinking=thinking, chat=row.chat_template)
     asked = problems[: row.limit]
     graded = [problem for problem in asked if problem.task_id in programs]
     programs = {problem.task_id: programs[problem.task_id] for problem in graded}
     if not graded:
-        raise UserError(f"{scoring.samples}: holds no sample of task {row.task}")
+        raise UserError(f"{sample_file.samples}: holds no sample of task {row.task}")
     missing = [problem.task_id for problem in asked if problem.task_id not in programs]
-    if missing and not scoring.partial:
+    if missing and not sample_file.partial:
         raise UserError(
-            f"{scoring.samples}: {len(missing)} of {len(asked)} problems have no"
+            f"{sample_file.samples}: {len(missing)} of {len(asked)} problems have no"
             f" sample (the first is {missing[0]}); add them, or grade the others of"
             f" task {row.task} alone with --partial"
         )
     for problem in graded:
         if (number := len(programs[problem.task_id])) < pass_k(row):
             raise UserError(
-                f"{scoring.samples}: {problem.task_id} has {number} samples, but"
+                f"{sample_file.samples}: {problem.task_id} has {number} samples, but"
                 f" {row.metric} of task {row.task} needs {pass_k(row)} of every problem;"
                 " add samples, or grade by pass@1"
             )
-    with CodeScorer(allow_weak_sandbox=scoring.allow_weak_sandbox) as pool:
+    with CodeScorer(allow_weak_sandbox=sample_file.allow_weak_sandbox) as pool:
         pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
         outcomes = pool.score_samples(
             graded,
@@ -218,7 +222,7 @@ def _code(
 
 
 def _answers(
-    scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines
+    sample_file: SampleFile, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines
 ) -> Graded:
     from fcsd.evaluation.lm_eval.grade import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
@@ -228,15 +232,20 @@ def _answers(
     plain = row.model_copy(
         update={"chat_template": False, "system_prompt": None, "thinking": None}
     )
-    tasks = load_task(plain, suite, scoring.data_root, None)
-    thinking = scoring.thinking or bool(row.thinking)
+    tasks = load_task(plain, suite, sample_file.data_root, None)
+    thinking = sample_file.thinking or bool(row.thinking)
     graded = grade_answers(
-        scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking
+        sample_file.samples,
+        plain,
+        tasks,
+        lines,
+        partial=sample_file.partial,
+        thinking=thinking,
     )
     return Graded(graded, num_items(tasks, row.limit), num_items(tasks, None))
 
 
-_GRADED: dict[str, Callable[[Scoring, SuiteConfig, Any, Lines], Graded]] = {
+_GRADED: dict[str, Callable[[SampleFile, SuiteConfig, Any, Lines], Graded]] = {
     "generation": _answers,
     "code": _code,
 }

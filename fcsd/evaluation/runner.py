@@ -127,7 +127,7 @@ def prepare_evaluation(
                 " models only by metrics where higher is better: choose one of those,"
                 " or leave the task out"
             )
-    code = [row for row in missing if row.kind == "code"]
+    code_rows = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in stored.items()}
     scorer: CodeScorer | None = None
     # The sandbox starts last, since it runs all canonical solutions at once.
@@ -137,13 +137,13 @@ def prepare_evaluation(
             """Start the sandbox, one for all ranks, and return its layers."""
             nonlocal scorer
             scorer = stack.enter_context(
-                _checked_scorer(code, prepared, config, progress)
+                _checked_scorer(code_rows, prepared, config, progress)
             )
             return scorer.layers
 
-        if code:
+        if code_rows:
             layers = ranks.from_first(start)
-            for row in code:
+            for row in code_rows:
                 facts[row.task]["sandbox"] = layers
         context = Context(tokenizer, config, ranks, progress, scorer, original)
         yield PreparedEvaluation(
@@ -163,14 +163,14 @@ def check_original(rows: Iterable[TaskConfig], original: Any) -> None:
 
 @contextlib.contextmanager
 def _checked_scorer(
-    code: Sequence[CodeTaskConfig],
+    code_rows: Sequence[CodeTaskConfig],
     prepared: Mapping[str, Any],
     config: EvaluationConfig,
     progress: bool,
 ) -> Iterator[CodeScorer]:
     """Yield a scorer that has passed the canonical solutions of these tasks."""
     with CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox) as scorer:
-        for row in code:
+        for row in code_rows:
             try:
                 scorer.self_check(
                     prepared[row.task], timeout_s=row.timeout_s, progress=progress

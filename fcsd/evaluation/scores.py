@@ -48,7 +48,8 @@ def paired(
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
     interval    95 % interval of the difference (`stats.interval`); None for one item with a fractional score
     gained, lost  numbers of items with d > 0 and with d < 0
-    p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
+    p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed (`_paired` has
+                the rule for own text)
     retained_percent  100 * converted / original; None when the original scores 0
 
     Standard errors are None for one item.
@@ -179,8 +180,9 @@ def compare(
     """Compare all tasks of two evaluations, and the plain mean over the headline tasks;
     docs/results.md has the keys.
 
-    original, converted: {"result": …, "samples": …} from `read_result`. only: tasks to
-    compare, if the results have more. A task is "lost" or "gained" where its p after
+    original, converted: {"result": …, "samples": …} from `read_result`, of any two
+    models (own text was measured against an original of its own, the same in both).
+    only: tasks to compare, if the results have more. A task is "lost" or "gained" where its p after
     Holm's correction for the number of tasks is below 0.05 and the mean changed in the
     same direction as most changed items; the mean over tasks where its interval
     does not hold 0, of one task as that task. A task without such a difference is "at

@@ -13,15 +13,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fcsd.data.counts import tell_examples
+from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.load import load_checkpoint
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import heldout_of
-from fcsd.recipe.recipe import (
-    HeldoutKLStoppingConfig,
-)
+from fcsd.recipe.recipe import HeldoutKLStoppingConfig
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import ComparingScore, HeldoutKL
@@ -81,13 +80,15 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper, Scorer]]:
             )
 
         own_text.score = score
-        yield stopper, own_text if row.kind == "own_text" else score
+        yield stopper, own_text if KINDS[row.kind].distance else score
 
 
 class OwnTextScore(ComparingScore):
     """The score of a task of own text, whose original is the teacher of the run.
 
-    score: scores a student by the task that has `compared` as its original.
+    score: evaluates a student by the task, with `compared` as the original. A call finds
+    the teacher that this student is compared with, then scores; the evaluation enters
+    `compared.loaded`, which is `_loaded` here, and so gets this teacher.
     """
 
     named = "task: own text"

@@ -1,7 +1,8 @@
 """Decide when to stop, because the score has not improved for a while (paper 5.1: every
 1000 steps, patience 20, delta 2 %).
 
-Pure bookkeeping; `fcsd.pipeline.scoring` defines and measures the score.
+Pure bookkeeping; `fcsd.pipeline.scoring` defines and measures the score, and
+`fcsd.training.best` calls both.
 """
 
 import contextlib
@@ -89,8 +90,8 @@ class EarlyStopper:
     the model worse leaves the weights that it began with.
 
     `min_delta` is a difference of scores. KLs span orders of magnitude, so for
-    heldout_kl and own text it is relative: inside, the score is -ln(KL), and a fall by 2 % is a gain
-    of -ln(1 - 0.02).
+    heldout_kl and own text it is a share: -ln(KL) takes the place of the score, and a
+    fall by 2 % is a gain of -ln(1 - 0.02).
 
     points: one dict per evaluation: step, score, stderr, and change and change_stderr
     since the previous evaluation.

@@ -15,7 +15,7 @@ import yaml
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.code.programs import programs_of
-from fcsd.evaluation.config import Scoring, SuiteConfig
+from fcsd.evaluation.config import SampleFile, SuiteConfig
 from fcsd.evaluation.grade_file import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
@@ -45,7 +45,7 @@ def graded(
     samples: Path, dataset: str | None, data_root: Path, **options: Any
 ) -> dict[str, Any]:
     return score_file(
-        Scoring(samples=samples, dataset=dataset, data_root=data_root, **options)
+        SampleFile(samples=samples, dataset=dataset, data_root=data_root, **options)
     )
 
 

@@ -14,7 +14,7 @@ import datasets
 import lm_eval
 import pytest
 
-from fcsd.evaluation.config import Scoring, SuiteConfig
+from fcsd.evaluation.config import SampleFile, SuiteConfig
 from fcsd.evaluation.grade_file import score_file
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.results import read_result
@@ -114,7 +114,7 @@ def graded(
     ]
     file = lines(folder / "s.jsonl", *rows)
     result = score_file(
-        Scoring(samples=file, dataset=name, data_root=root, suite="instruct")
+        SampleFile(samples=file, dataset=name, data_root=root, suite="instruct")
     )
     return float(result["tasks"][name]["value"])
 
@@ -207,7 +207,7 @@ def test_ifeval_has_its_four_metrics(root: Path, tmp_path: Path) -> None:
         "completion": "Well, here they are:\n* iron\n* zinc\n* tin\n* gold",
     }
     result = score_file(
-        Scoring(
+        SampleFile(
             samples=lines(tmp_path / "s.jsonl", answer),
             dataset="ifeval",
             data_root=root,
@@ -242,7 +242,7 @@ def test_ifevals_541_prompts_are_graded_without_the_network(
         for number in range(541)
     ]
     result = score_file(
-        Scoring(
+        SampleFile(
             samples=lines(tmp_path / "s.jsonl", *answers),
             dataset="ifeval",
             data_root=shared_data / "hub",
@@ -280,7 +280,7 @@ def test_random_words_are_at_the_floor_of_ifeval(
         for number in range(541)
     ]
     result = score_file(
-        Scoring(
+        SampleFile(
             samples=lines(tmp_path / "s.jsonl", *answers),
             dataset="ifeval",
             data_root=shared_data / "hub",

@@ -20,7 +20,7 @@ def fcsd_grade(function, inputs, expected, first, last, tolerance, rule):  # typ
     tolerance: absolute; 0 is exact, except that floats are compared to 1e-6.
     rule: "equal", or one of EvalPlus's special oracles:
         "set"             the same elements, order and repetition aside
-        "not_none"        the expected output says whether the output is something: a match object does not cross
+        "not_none"        whether there is an output, as the expected one says (a match object cannot be sent)
         "root"            HumanEval/32: the output is a zero of the polynomial that is the input
         "pyramid"         Mbpp/581: the height may be the perpendicular one, too
         "digit_distance"  Mbpp/558: the shorter number may be filled with zeros, too

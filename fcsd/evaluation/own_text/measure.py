@@ -65,7 +65,7 @@ Sample = dict[str, Any]
 _SEEDS = 1_000_000
 # What the log-probabilities of a server, in float32, leave of a sum of 1.
 _ROUNDING = 1e-6
-InMemory = Callable[[PreTrainedModel], InMemoryBackend]
+MakeBackend = Callable[[PreTrainedModel], InMemoryBackend]
 
 
 @dataclass
@@ -118,7 +118,7 @@ def own_text(
     prompts: Sequence[Prompt],
     original: Original,
     facts: Mapping[str, Any],
-    in_memory: InMemory,
+    in_memory: MakeBackend,
 ) -> list[Sample]:
     """Return a sample of each prompt; all ranks call this and get the same.
 
@@ -128,10 +128,10 @@ def own_text(
     if original.itself:
         return _of_original(original, backend, row, prompts)
     texts = _texts(backend, row, prompts)
-    read = _read(backend, prompts, texts.sampled)
+    own_pass = _own_pass(backend, prompts, texts.sampled)
     with original.loaded() as model, preserved(model):
         _check_vocabularies(row, backend.config, model.config)
-        figures = read.under(model)
+        figures = own_pass.under(model)
         others = _known_or_new(original, in_memory(model), row, prompts, facts)
     return _beside(_samples(backend, row, prompts, texts, figures), others)
 
@@ -144,7 +144,7 @@ def _of_original(
 ) -> list[Sample]:
     """Return the samples of the original itself, which are then known."""
     texts = _texts(backend, row, prompts)
-    read = _read(backend, prompts, texts.sampled)
+    own_pass = _own_pass(backend, prompts, texts.sampled)
     # Behind a server, its own figures need it in memory, too.
     if isinstance(backend, InMemoryBackend):
         there: AbstractContextManager[Any] = contextlib.nullcontext(backend.model)
@@ -152,7 +152,7 @@ def _of_original(
         there = original.loaded()
     with there as model, preserved(model):
         _check_vocabularies(row, backend.config, model.config)
-        figures = read.under(model)
+        figures = own_pass.under(model)
     # The divergence of a model from itself is 0, without the rounding of a pass.
     figures = [
         Figures([0.0] * len(text.tokens), [0.0] * len(text.tokens), of_text.nats)
@@ -293,15 +293,15 @@ def _check_vocabularies(row: OwnTextTaskConfig, config: Any, original: Any) -> N
         )
 
 
-def _read(
+def _own_pass(
     backend: Backend, prompts: Sequence[Prompt], texts: Sequence[Written]
-) -> "_Read | _Served":
+) -> "_OwnPass | _ServedPass":
     if isinstance(backend, InMemoryBackend):
-        return _Read(backend, prompts, texts)
-    return _Served(cast(Served, backend), prompts, texts)
+        return _OwnPass(backend, prompts, texts)
+    return _ServedPass(cast(Served, backend), prompts, texts)
 
 
-class _Read:
+class _OwnPass:
     """A model's final hidden states at its own tokens, and its head; with them the
     original's pass needs the model no more.
     """
@@ -393,7 +393,7 @@ class _Read:
         )
 
 
-class _Served:
+class _ServedPass:
     """What a server tells of a model at its own tokens: the log-probabilities of the
     likeliest.
     """

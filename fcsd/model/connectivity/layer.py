@@ -190,6 +190,7 @@ class LayerPass:
         self.after_attention: Any = None
         self.shared_output: Any = None
         self.connections: dict[int, dict[str, Any]] = {}
+        # Set by a runtime that computes the MoE block's connection before attention.
         self.early_connection: dict[str, Any] | None = None
 
     def norm(self, name: str | None, x: torch.Tensor) -> Any:

@@ -58,7 +58,7 @@ def read_rows(
     bar: str | None = None,
     around_row: AroundRow | None = None,
 ) -> list[Batch]:
-    """Collate this rank's rows, one per batch, and let `prepare` add `teacher_hidden`
+    """Collate this rank's rows, one per batch, and let `prepare` add hidden states
     (kept tokens, D).
 
     All ranks call this. A rank in lockstep appends dummy rows to its own where others
