@@ -124,7 +124,7 @@ def run_stage(
         if stage != "run":
             return run_only(run, stage, variant)
         run_all(run)
-        return recipe.folder
+        return Path(recipe.output_dir)
     finally:
         # Unlike a command, whose process ends, a script may continue after the stage.
         stop_watching()

@@ -9,10 +9,12 @@ Not covered: unions that are tried one after another (`int | Literal["auto"]`).
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import (
     Annotated,
@@ -30,7 +32,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    Field,
     GetCoreSchemaHandler,
     TypeAdapter,
     ValidationError,
@@ -40,7 +41,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fcsd.base.errors import CREDENTIALS, UserError, kind_of, places_of_credentials
-from fcsd.base.writing import check_path, home
+from fcsd.base.writing import check_path
 
 Rule = tuple[Any, str | Callable[..., str | None]]
 """What may not be, and the message.
@@ -187,29 +188,10 @@ class Strict(BaseModel):
         return _build(cls, values | fields, "", options=True)
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    metavar: str | None = None,
-    flag: str | None = None,
-    **bounds: Any,
-) -> Any:
-    """Declare a field that is an option of a command, too.
-
-    default: `...` where the field is required. metavar: the name of its value in the
-    help. flag: the option's name, such as `--tp`, where it differs from the field's.
-    """
-    extra: dict[str, Any] = {
-        name: text for name, text in (("metavar", metavar), ("flag", flag)) if text
-    }
-    return Field(default, description=help, json_schema_extra=extra or None, **bounds)
-
-
 @functools.cache
 def flags_of(record: Any) -> dict[str, str]:
-    """Return the name of the option that mirrors each field of a record: `--tp`, or
-    `--tensor-parallel`.
+    """Return the name of the option that mirrors each field of a record: `--tp`, as the
+    field's `json_schema_extra` says, or `--tensor-parallel`.
     """
     flags = {}
     for name, field in getattr(record, "model_fields", {}).items():
@@ -313,7 +295,7 @@ Name = Annotated[str, AfterValidator(check_name)]
 
 def _folder(text: str) -> str:
     try:
-        check_path(folder := home(text))
+        check_path(folder := Path(os.path.expanduser(text)))
     except UserError as error:
         raise ValueError(str(error)) from None
     return str(folder) if text.startswith("~") else text

@@ -193,14 +193,7 @@ def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> A
     """
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
-        # tqdm writes "560examples" and "2.5row/s", but "2.5s/row".
-        @staticmethod
-        def format_meter(*values: Any, unit: str = "it", **facts: Any) -> str:
-            text = tqdm.format_meter(*values, unit=f" {unit}", **facts)
-            return text.replace(f"s/ {unit}", f"s/{unit}")
-
-    return Bar(values, **options) if shown else Bar(values, disable=True, **options)
+    return tqdm(values, **options) if shown else tqdm(values, disable=True, **options)
 
 
 def draws_foreign_bars() -> bool:

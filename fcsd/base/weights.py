@@ -244,18 +244,21 @@ def copy_bytes(source: BinaryIO, begin: int, num_bytes: int, target: BinaryIO) -
         num_bytes -= len(block)
 
 
-def weights_fingerprint(folder: Path) -> str:
+def weights_fingerprint(folder: Path, *, finite: bool = False) -> str:
     """Hash names and bytes of the weight files of a checkpoint folder: the identity of
     its weights.
 
     A file is read once in a process unless its size, time or inode changes, because
-    every stage asks for the fingerprint of the original.
+    every stage asks for the fingerprint of the original. finite: refuse weights that
+    are NaN or infinite, as `check_finite` does.
     """
     files = weight_files(folder)
     if not files:
         if is_config_only(folder):
             raise without_weights(folder)
         raise UserError(f"{folder}: holds no .safetensors file")
+    if finite:
+        _refuse_not_finite(folder, files)
     return fingerprint_of({file.name: _scan(file).sha256 for file in files})
 
 
@@ -275,10 +278,12 @@ def check_finite(folder: Path) -> None:
         UserError: as `find_weights`; some tensors have such values, and the first are
             named.
     """
+    _refuse_not_finite(folder, weight_files(folder))
+
+
+def _refuse_not_finite(folder: Path, files: list[Path]) -> None:
     counts = {
-        name: count
-        for file in weight_files(folder)
-        for name, count in _scan(file).not_finite.items()
+        name: count for file in files for name, count in _scan(file).not_finite.items()
     }
     if counts:
         raise not_finite(folder, counts)

@@ -271,13 +271,6 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
-def home(path: str | Path) -> Path:
-    """Return a path with `~` and `~user` replaced by the home folder; an unknown user's
-    stays as it is, where `Path.expanduser` would raise.
-    """
-    return Path(os.path.expanduser(path))
-
-
 def is_address(text: str) -> bool:
     """Tell whether a text begins like an address, also as a path writes it:
     `s3://bucket`, `https:/host`.

@@ -22,7 +22,7 @@ from fcsd.base.errors import (
     is_out_of_memory,
     without_credentials,
 )
-from fcsd.base.writing import home, is_address, release_folders, sweep_scratch
+from fcsd.base.writing import is_address, release_folders, sweep_scratch
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
 
@@ -104,7 +104,7 @@ class Program:
         for name, value in vars(arguments).items():
             if isinstance(value, Path):
                 # A shell leaves the `~` of --output=~/x as it is.
-                setattr(arguments, name, home(value))
+                setattr(arguments, name, Path(os.path.expanduser(value)))
         prefix = f"{self.name} {arguments.command}"
         first = os.environ.get("RANK", "0") == "0"
         _prepare_output(first=first)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from fcsd.base.files import parse_yaml
-from fcsd.base.strict import Rule, Strict, option, validate
+from fcsd.base.strict import Rule, Strict, validate
 from fcsd.data.columns import Column, check_meanings
 
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
@@ -14,17 +14,20 @@ _MESSAGES: dict[Column, str] = {"messages": "messages"}
 class RowsConfig(Strict):
     """Keys of a recipe's `data` section; `fcsd.FCSDConfig` also has them."""
 
-    max_length: int = option(4096, "tokens in one row of the text", gt=1)
-    packing: bool = option(
-        True, "several examples share a row; they do not attend to each other"
+    max_length: int = Field(4096, description="tokens in one row of the text", gt=1)
+    packing: bool = Field(
+        True,
+        description="several examples share a row; they do not attend to each other",
     )
-    on_bad_row: Literal["error", "skip"] = option(
+    on_bad_row: Literal["error", "skip"] = Field(
         "error",
-        "for an example that cannot be tokenized: error ends the run, skip leaves it"
-        " out, up to 1 %, and ten in any case",
+        description=(
+            "for an example that cannot be tokenized: error ends the run, skip leaves it"
+            " out, up to 1 %, and ten in any case"
+        ),
     )
-    loss_on: Literal["response", "all"] = option(
-        "response", "tokens that the loss is computed on: response or all"
+    loss_on: Literal["response", "all"] = Field(
+        "response", description="tokens that the loss is computed on: response or all"
     )
 
 
@@ -120,4 +123,6 @@ class DataConfig(TrainingDataConfig):
     """Training text, and held-out text on which KL to the original is reported."""
 
     heldout: TextConfig | None = None
-    heldout_examples: int = option(256, "number of examples of the text", gt=0)
+    heldout_examples: int = Field(
+        256, description="number of examples of the text", gt=0
+    )

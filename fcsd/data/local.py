@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_regular, file_fingerprint
-from fcsd.base.writing import home, scratch_folder
+from fcsd.base.writing import scratch_folder
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """Ending of a data file -> its format in `datasets`."""
@@ -33,16 +34,6 @@ def is_path(name: str) -> bool:
         or name.startswith((".", "~"))
         or name.count("/") > 1
     )
-
-
-def local_place(path: Path, data_root: Path | None) -> Path:
-    """Return where the data set of a path (`home`) is on this machine, if it is there:
-    below the data root or, where that has none of this name, in the current folder.
-    """
-    if data_root is None or path.is_absolute():
-        return path
-    below = data_root / path
-    return path if path.exists() and not below.exists() else below
 
 
 def data_fingerprint(location: str, revision: str | None = None) -> str:
@@ -88,7 +79,7 @@ def check_data(location: str) -> Path:
             f"data set {location!r}: is not a path; name a file, a folder, or a data"
             " set on the Hub"
         )
-    path = home(location)
+    path = Path(os.path.expanduser(location))
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         check_regular(file, "remove it, or name other data")
     return path

@@ -37,7 +37,7 @@ from fcsd.base.files import read_json
 from fcsd.base.helper import obey_only_parent
 from fcsd.base.memory import check_shared_memory
 from fcsd.base.text import progress_bar
-from fcsd.base.writing import home, write_json
+from fcsd.base.writing import write_json
 from fcsd.data.counts import ExampleCounts, no_rows
 from fcsd.data.rows import (
     Counted,
@@ -297,7 +297,7 @@ def _write_missing(
     jobs = in_order(work, order.jobs(), num_workers)
     with (
         contextlib.closing(jobs),
-        progress_bar(desc="Tokenizing", unit="examples", leave=False) as bar,
+        progress_bar(desc="Tokenizing", unit=" examples", leave=False) as bar,
     ):
         for (index, path, _), counted in jobs:
             source_tokens, record = order.tokens[index], counted.record
@@ -544,9 +544,9 @@ def place_of(path: str, file: str | None) -> str:
     """Name the location of examples in errors: the data set, and the file if it has
     several.
     """
-    if file is None or home(path).is_file():
+    if file is None or Path(os.path.expanduser(path)).is_file():
         return f"data set {path}"
-    folder = home(path)
+    folder = Path(os.path.expanduser(path))
     name = file
     if folder.is_dir() and os.path.isabs(file):
         name = os.path.relpath(file, folder.resolve())
@@ -629,7 +629,7 @@ def _blocks(
     # File formats, compression and the network raise errors of many types.
     except Exception as error:
         path = opened.files[file] if opened.files else opened.settings.path
-        reason = broken_line(home(path)) or (
+        reason = broken_line(Path(os.path.expanduser(path))) or (
             f", row {row + 1}, or soon after it: cannot be read ({one_line(error)})"
         )
         raise UserError(f"{location}{reason}") from error

@@ -21,7 +21,6 @@ from fcsd.base.strict import (
     did_you_mean,
     like,
     one_of,
-    option,
 )
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
@@ -92,7 +91,7 @@ class TaskBase(Strict, strict=True):
     # the score of random answers; null: 1 / choices by likelihood, else 0
     floor: float | None = Field(None, ge=0, lt=1)
     limit: int | None = Field(None, gt=0)  # the first items only; null: all
-    # hub id, or a path below the data root or (`fcsd.data.local.local_place`) the current folder
+    # hub id, or a path below the data root or (`fcsd.evaluation.datasets.local_place`) the current folder
     dataset: str
     dataset_name: str | None = None  # configuration; null: that of the lm-eval task
     # of the data set on the Hub; a folder below data_root has none
@@ -350,8 +349,10 @@ class ServerConfig(Strict):
     """A server that answers, by HTTP, for the evaluated model."""
 
     url: str  # as http://localhost:8000
-    concurrency: PositiveInt = option(
-        64, "with --server: number of concurrent requests", metavar="N"
+    concurrency: PositiveInt = Field(
+        64,
+        description="with --server: number of concurrent requests",
+        json_schema_extra={"metavar": "N"},
     )
 
     @field_validator("url")
@@ -374,9 +375,9 @@ class LayerStudyConfig(Strict):
 
     tasks: list[str] = Field(default_factory=list)  # of the suite
     sides: list[Side] | None = None  # null: all that differ
-    every: int = option(
+    every: int = Field(
         1,
-        "for first and last: measure every Nth number of layers, and all layers",
+        description="for first and last: measure every Nth number of layers, and all layers",
         gt=0,
     )
 
@@ -403,49 +404,60 @@ def check_server(server: ServerConfig | None, ranks: "Ranks") -> None:
 class EvaluationConfig(Strict):
     """How every model of the run is evaluated."""
 
-    suite: str = option(
-        "tiny", "name of a shipped suite (eval/suites), or a path to a suite file"
+    suite: str = Field(
+        "tiny",
+        description="name of a shipped suite (eval/suites), or a path to a suite file",
     )
-    data_root: FolderPath | None = option(
-        None, "folder in hub layout (owner/name/…) (default: the Hub)"
+    data_root: FolderPath | None = Field(
+        None, description="folder in hub layout (owner/name/…) (default: the Hub)"
     )
-    batch_size: PositiveInt | Literal["auto"] = option(
-        16, "sequences per forward pass; auto: as many as fit in memory"
+    batch_size: PositiveInt | Literal["auto"] = Field(
+        16, description="sequences per forward pass; auto: as many as fit in memory"
     )
-    limit: int | None = option(
+    limit: int | None = Field(
         None,
-        "evaluate only the first items of every task, for a quick look; every table"
-        " marks it",
+        description=(
+            "evaluate only the first items of every task, for a quick look; every table"
+            " marks it"
+        ),
         gt=0,
     )
     # null: one in each evaluation
-    cache: FolderPath | None = option(
+    cache: FolderPath | None = Field(
         None,
-        "folder of finished tasks that several evaluations share; tasks are found by"
-        " hashes of weights, tokenizer, data and settings, not by paths",
+        description=(
+            "folder of finished tasks that several evaluations share; tasks are found by"
+            " hashes of weights, tokenizer, data and settings, not by paths"
+        ),
     )
     server: ServerConfig | None = None  # null: the model is in memory
     # Untrained quality against the number of rewired layers (paper Fig. 3); true: its
     # KL alone.
     layer_study: LayerStudyConfig | None = None
-    allow_weak_sandbox: bool = option(
+    allow_weak_sandbox: bool = Field(
         False,
-        "run generated code even if this machine's sandbox cannot block network access"
-        " and writing files",
+        description=(
+            "run generated code even if this machine's sandbox cannot block network access"
+            " and writing files"
+        ),
     )
     # The experts' capacity in each forward pass, as train.capacity_factor; with
     # batch_size 1.
-    capacity_factor: float | None = option(
+    capacity_factor: float | None = Field(
         None,
-        "drop (token, expert) pairs above this multiple of a sequence's mean load;"
-        " needs --batch-size 1",
+        description=(
+            "drop (token, expert) pairs above this multiple of a sequence's mean load;"
+            " needs --batch-size 1"
+        ),
         gt=0,
         allow_inf_nan=False,
     )
-    capacity_drop: Literal["order", "weight"] | None = option(
+    capacity_drop: Literal["order", "weight"] | None = Field(
         None,
-        "with --capacity-factor: drop the last pairs in order (default), or those with"
-        " the smallest weights",
+        description=(
+            "with --capacity-factor: drop the last pairs in order (default), or those with"
+            " the smallest weights"
+        ),
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -503,19 +515,27 @@ class SampleFile(Strict):
     # A task of the suite or of lm-eval, or the path of a code data set (--tasks); null:
     # every line has its `task`.
     dataset: str | None = None
-    suite: str = option("paper11", "suite whose rows say how a task is graded")
-    include_path: Path | None = option(
-        None, "your own task definitions (lm-eval YAML)", metavar="DIR"
+    suite: str = Field(
+        "paper11", description="suite whose rows say how a task is graded"
     )
-    thinking: bool = option(
+    include_path: Path | None = Field(
+        None,
+        description="your own task definitions (lm-eval YAML)",
+        json_schema_extra={"metavar": "DIR"},
+    )
+    thinking: bool = Field(
         False,
-        "cut off the thoughts before an answer; thoughts that never end are no answer",
+        description="cut off the thoughts before an answer; thoughts that never end are no answer",
     )
     data_root: Path | None = like(EvaluationConfig, "data_root")
-    output: Path | None = option(None, "folder for results.json and samples_*.jsonl")
-    partial: bool = option(False, "grade only the problems that have a sample")
-    timeout_s: float | None = option(
-        None, "processor time of one program, in seconds (default: 10)"
+    output: Path | None = Field(
+        None, description="folder for results.json and samples_*.jsonl"
+    )
+    partial: bool = Field(
+        False, description="grade only the problems that have a sample"
+    )
+    timeout_s: float | None = Field(
+        None, description="processor time of one program, in seconds (default: 10)"
     )
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")
 

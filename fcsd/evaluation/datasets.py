@@ -18,8 +18,8 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, read_json
 from fcsd.base.strict import refuse
-from fcsd.base.writing import home, inside, make_folder, write_json, writing
-from fcsd.data.local import data_fingerprint, is_path, local_place, making_of
+from fcsd.base.writing import inside, make_folder, write_json, writing
+from fcsd.data.local import data_fingerprint, is_path, making_of
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of the rows
@@ -31,6 +31,17 @@ DEFINITION = ", its definition"
 """Ends the name of a fingerprint of the files that define a task's prompts."""
 
 
+def local_place(name: str, data_root: Path | None) -> Path:
+    """Return where the data set of this name is on this machine, if it is there: below
+    the data root or, where that has none of this name, in the current folder.
+    """
+    path = Path(os.path.expanduser(name))
+    if data_root is None or path.is_absolute():
+        return path
+    below = data_root / path
+    return path if path.exists() and not below.exists() else below
+
+
 def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     """Find where the row's data set is: below `data_root` or, where that has none of
     its name, in the current folder; without either, it is the id itself.
@@ -38,10 +49,10 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     UserError where the data root has no such folder, or the name of a file is that of
     none.
     """
-    name, path = row.dataset, home(row.dataset)
+    name, path = row.dataset, Path(os.path.expanduser(row.dataset))
     if path.is_absolute():
         return str(path)
-    folder = local_place(path, data_root)
+    folder = local_place(name, data_root)
     root_exists = data_root is None or data_root.is_dir()
     if root_exists and folder.exists():
         in_root = data_root is not None and folder != path
@@ -133,7 +144,7 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     """
     rows: dict[str, TaskConfig] = {}
     for row in suite.tasks:
-        if home(row.dataset).is_absolute():
+        if Path(os.path.expanduser(row.dataset)).is_absolute():
             continue
         inside(root, row.dataset)
         if is_path(row.dataset):

@@ -72,9 +72,9 @@ class ModelFolder:
                 its weights are NaN or infinite.
         """
         check_checkpoint(self.folder)
-        check_finite(self.folder)
+        weights = weights_fingerprint(self.folder, finite=True)
         files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
-        return {name: self.weights} | {
+        return {name: weights} | {
             f"{name}/{file}": fingerprint for file, fingerprint in files.items()
         }
 
@@ -96,7 +96,7 @@ class ModelFolder:
         """The number of rows of its embeddings; a tokenizer may use fewer; None
         if the config does not say.
         """
-        config = read_checkpoint_json(self.folder / CONFIG)
+        config = self.any_checkpoint.config
         text = config.get("text_config")
         size = (text if isinstance(text, dict) else config).get("vocab_size")
         return size if isinstance(size, int) else None

@@ -67,7 +67,7 @@ def calibrate(
     ):
         variant, calibrated_run = None, run
     launch = calibrated_run.launch
-    stage = _stage(calibrated_run, run.layout.calibration(variant or MAIN))
+    stage = _stage(calibrated_run, run.layout.calibrate / (variant or MAIN))
     partial, model = stage.folder / "partial", stage.folder / "model"
     if begin_stage(stage, launch) != "finished":
         note = launch.ranks.from_first(lambda: _whole(partial, model))
@@ -198,8 +198,8 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
         )
     check_folder_place(out)
     check_folder_place(
-        recipe.folder,
-        run.layout.calibration(MAIN).parent.name,
+        Path(recipe.output_dir),
+        run.layout.calibrate.name,
         "unfinished calibration",
     )
     checkpoint = calibratable(run.original)
@@ -265,7 +265,7 @@ def _discard_work(run: Run) -> None:
     """Remove the folder of a calibration whose model has been moved out, and what
     killed ones left.
     """
-    if (run.layout.calibration(MAIN).parent).is_dir() or not run.layout.root.exists():
+    if run.layout.calibrate.is_dir() or not run.layout.root.exists():
         discard_folder(run.layout.root)
 
 

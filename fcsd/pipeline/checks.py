@@ -18,7 +18,12 @@ from fcsd.base.strict import refuse
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, check_server
+from fcsd.evaluation.config import (
+    LMEvalTaskConfig,
+    SuiteConfig,
+    check_batch_size,
+    check_server,
+)
 from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
 from fcsd.evaluation.suites import named_tasks
@@ -54,7 +59,8 @@ def check_run(run: Run) -> None:
     Raises:
         UserError: a batch cannot be divided, a tracker is not installed, data are
             missing, the model lacks selected layers, the sandbox is too weak, or the
-            launch does not support a setting.
+            launch does not support a setting, such as an automatic batch size where it
+            shards the weights.
     """
     recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
     if recipe.only_pretrains:
@@ -90,7 +96,7 @@ def check_run(run: Run) -> None:
                 _check_layers(variant_run.recipe.connectivity, mask)
     if run.launch.first and _unfinished(layout.convert):
         tell_first_layers(recipe.connectivity.spec(), mask, family, recipe.model_path)
-    if any(_unfinished(layout.evaluation(name)) for name in recipe.model_names):
+    if any(_unfinished(layout.evaluate / name) for name in recipe.model_names):
         _check_evaluation(run)
 
 
@@ -104,7 +110,7 @@ def _check_pretrainings(run: Run) -> None:
         with _errors_of(name):
             config = _check_pretraining(run, section)
             _check_layers(section.connectivity, moe_mask(config, family_of(config)))
-    if any(_unfinished(run.layout.evaluation(name)) for name in run.recipe.model_names):
+    if any(_unfinished(run.layout.evaluate / name) for name in run.recipe.model_names):
         _check_evaluation(run)
 
 
@@ -368,15 +374,17 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
+    suite = run.suite
+    check_batch_size(evaluation.batch_size, run.launch.for_evaluation().ranks)
     check_server(evaluation.server, run.launch.ranks)
     if evaluation.layer_study is not None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
-    _check_suite(run.suite, run.data_root)
+    _check_suite(suite, run.data_root)
     # A recipe that pretrains has no tokenizer yet.
     if run.recipe.pretrain is None:
-        run.launch.ranks.from_first(lambda: _check_prompts(run))
+        run.launch.ranks.from_first(lambda: _check_prompts(suite, run))
     # Starting the sandbox once shows whether it is strong enough.
-    if any(row.kind == "code" for row in run.suite.tasks):
+    if any(row.kind == "code" for row in suite.tasks):
         run.launch.ranks.from_first(
             lambda: _start_sandbox(evaluation.allow_weak_sandbox)
         )
@@ -390,9 +398,9 @@ def _check_suite(suite: SuiteConfig, data_root: Path | None) -> None:
             provide_packages(row.task, task_folder(row, suite))
 
 
-def _check_prompts(run: Run) -> None:
+def _check_prompts(suite: SuiteConfig, run: Run) -> None:
     """Refuse prompts of own text that the tokenizer's template does not take."""
-    for row in run.suite.tasks:
+    for row in suite.tasks:
         if row.kind == "own_text":
             from fcsd.evaluation.own_text.prompts import load_prompts
 

@@ -84,7 +84,7 @@ class Run:
 
     @cached_property
     def layout(self) -> RunLayout:
-        return RunLayout(self.recipe.folder)
+        return RunLayout(Path(self.recipe.output_dir))
 
     @property
     def data_root(self) -> Path | None:

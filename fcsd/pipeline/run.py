@@ -17,7 +17,7 @@ from fcsd.base.text import Progress, Work, show, terminal_columns
 from fcsd.base.writing import discard_folder
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
-from fcsd.evaluation.config import EvaluationConfig, check_batch_size
+from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.parallel.launch import begin_stage, finish_stage
@@ -94,11 +94,9 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     All ranks call this.
 
     Raises:
-        UserError: the batch size is automatic in a launch that shards the weights; as
-            `fcsd.pipeline.checks.check_run`.
+        UserError: as `fcsd.pipeline.checks.check_run`.
     """
     recipe, launch = run.recipe, run.launch
-    check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
     # Everything is checked before the first stage, which may take hours.
     check_run(run)
     if launch.first:
@@ -273,7 +271,7 @@ def evaluate_models(run: Run) -> None:
             original=original,
             texts_of_original=texts,
         )
-        folder = run.layout.evaluation(name)
+        folder = run.layout.evaluate / name
         run_evaluation(model_evaluation, folder, run.launch)
 
 
@@ -355,15 +353,16 @@ def run_progress(run: Run, **where: Any) -> Progress:
         stages.append((name, folder, Work(1, unit, cost)))
 
     # Tokens are weighted by the passes of a step, since a teacher adds one.
-    for name in (None, *recipe.variants) if recipe.only_pretrains else (None,):
+    only_pretrains = recipe.only_pretrains
+    for name in (None, *recipe.variants) if only_pretrains else (None,):
         if (config := run.variant(name).recipe.pretrain) is not None:
             folder, train = layout.stage(name or "original"), config.train
             cost = _training(folder, train.max_steps, train.batch_size_tokens, False)
             add(pretraining(name), folder, "tokens", cost)
-    if not recipe.only_pretrains:
+    if not only_pretrains:
         _add_distillations(run, add)
     for name in recipe.model_names:
-        add(evaluation(name), layout.evaluation(name), "evaluations", 1)
+        add(evaluation(name), layout.evaluate / name, "evaluations", 1)
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)

@@ -66,10 +66,13 @@ class RunLayout:
         self.root = root
         self.pretrain = root / "pretrain"
         self.convert = root / "convert"
+        # one folder for each distillation that may start from calibrated weights
+        self.calibrate = root / "calibrate"
         self.written = root / "written"
         self.tokens = root / "tokens"
         self.sweep = root / "sweep"
         self.teacher_cache = root / "teacher-cache"
+        self.evaluate = root / "evaluate"  # one folder for each model
         self.layers = root / "layers"
         self.report = root / "report"
         self.publish = root / "publish"
@@ -82,12 +85,3 @@ class RunLayout:
 
     def model(self, name: str) -> Path:
         return self.stage(name) / "model"
-
-    def calibration(self, name: str) -> Path:
-        """Return the folder of the calibrated weights that the distillation `name` may
-        start from.
-        """
-        return self.root / "calibrate" / name
-
-    def evaluation(self, name: str) -> Path:
-        return self.root / "evaluate" / name

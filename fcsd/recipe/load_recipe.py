@@ -15,10 +15,9 @@ from typing import Any
 from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
 from fcsd.base.files import data_dir, parse_yaml, read_yaml
 from fcsd.base.strict import did_you_mean, places, validate
-from fcsd.base.writing import home
 from fcsd.data.config import SourceConfig, TrainingDataConfig
-from fcsd.data.local import local_place
 from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.datasets import local_place
 from fcsd.evaluation.suites import is_suite_file, load_suite
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, drop_inherited, set_dotted
 
@@ -82,7 +81,7 @@ def _resolved(
         )
     if holds_credentials(name):
         raise UserError(f"{where}: {CREDENTIALS}")
-    base = path.parent / home(name)
+    base = path.parent / os.path.expanduser(name)
     if not os.path.exists(base) and name in recipe_names():
         base = recipe_file(name)
     if not os.path.exists(base):
@@ -302,8 +301,8 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
     splits = split_names(source.split)
     if source.path.lower() != graded.path.lower():
         # The same data may be named by its folder on disk, or by a file in it.
-        path = home(source.path).resolve()
-        folder = local_place(home(graded.path), data_root).resolve()
+        path = Path(os.path.expanduser(source.path)).resolve()
+        folder = local_place(graded.path, data_root).resolve()
         if path.is_file() and folder in path.parents:
             splits = [path.stem]  # `openai/gsm8k/main/test.jsonl`
         elif path != folder or not path.exists():

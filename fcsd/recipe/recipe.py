@@ -34,7 +34,6 @@ from fcsd.base.strict import (
     choice_of,
     did_you_mean,
     drop_foreign_keys,
-    option,
     places_of,
     validate,
 )
@@ -201,13 +200,16 @@ class PublicationConfig(Strict):
     """Facts for the model card of the published folder that no stage can measure."""
 
     repo_id: str | None = None
-    license: str | None = option(
+    license: str | None = Field(
         None,
-        "for a checkpoint without README.md: licence, in place of the one on"
-        " the original's card",
+        description=(
+            "for a checkpoint without README.md: licence, in place of the one on"
+            " the original's card"
+        ),
     )
-    base_model: str | None = option(
-        None, "for a checkpoint without README.md: hub id or folder of the original"
+    base_model: str | None = Field(
+        None,
+        description="for a checkpoint without README.md: hub id or folder of the original",
     )
     language: list[str] = Field(default_factory=list)
 
@@ -571,13 +573,9 @@ class Recipe(Strict):
         return self.calibration is not None and self.calibration.starts_training
 
     @property
-    def folder(self) -> Path:
-        return Path(self.output_dir)
-
-    @property
     def model_path(self) -> str:
         """The original checkpoint: `model.path`, or the output of the pre-training."""
-        return self.model.path or str(self.folder / "pretrain" / "model")
+        return self.model.path or str(Path(self.output_dir) / "pretrain" / "model")
 
     @property
     def teacher_model(self) -> tuple[str, ModelConfig]:

@@ -68,11 +68,11 @@ def write_report(
         UserError: the results were not measured on the same items, or on weights that
             no longer exist.
     """
-    layout = RunLayout(recipe.folder)
+    layout = RunLayout(Path(recipe.output_dir))
     evaluated = {
         name: _evaluated(layout, name)
         for name in sorted(names, key=lambda name: name != "original")
-        if _is_finished(layout.evaluation(name))
+        if _is_finished(layout.evaluate / name)
     }
     training = {name: layout.stage(name) for name in names}
     training = {name: path for name, path in training.items() if _has_trained(path)}
@@ -180,7 +180,7 @@ def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
     """Read result and samples of one model; refuse results of weights that the run no
     longer has.
     """
-    stage, scores = layout.stage(name), layout.evaluation(name)
+    stage, scores = layout.stage(name), layout.evaluate / name
     if stage.is_dir() and not is_empty(stage) and not read_manifest(stage):
         raise UserError(
             f"{stage / 'manifest.json'}: no such file, although {name} has been"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Rule, Strict, option
+from fcsd.base.strict import Rule, Strict
 from fcsd.data.config import RowsConfig
 from fcsd.model.connectivity.spec import DROP_NEEDS_A_CAPACITY
 from fcsd.training.losses.objectives import ObjectiveConfig
@@ -62,7 +62,7 @@ class ScheduleConfig(Strict):
         "constant_with_warmup",
         "step",
         "warmup_stable_decay",
-    ] = option("cosine", "the learning-rate schedule")
+    ] = Field("cosine", description="the learning-rate schedule")
     lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
 
     # Without steps there is no schedule.
@@ -111,47 +111,48 @@ class UpdateConfig(Strict):
     fcsd's trainer reads itself. `fcsd.FCSDConfig` has them as arguments.
     """
 
-    batch_size_tokens: int | None = option(
-        None, "tokens of one optimiser step, over all ranks", gt=0
+    batch_size_tokens: int | None = Field(
+        None, description="tokens of one optimiser step, over all ranks", gt=0
     )
-    per_device_train_batch_size: int = option(
-        1, "rows of one forward pass; fewer if a batch has fewer", gt=0
+    per_device_train_batch_size: int = Field(
+        1, description="rows of one forward pass; fewer if a batch has fewer", gt=0
     )
-    learning_rate: float = option(2e-5, "the highest learning rate", gt=0)
-    weight_decay: float = option(0.0, "AdamW's weight decay", ge=0)
-    adam_beta2: float = option(0.95, "AdamW's beta2", ge=0, lt=1)
+    learning_rate: float = Field(2e-5, description="the highest learning rate", gt=0)
+    weight_decay: float = Field(0.0, description="AdamW's weight decay", ge=0)
+    adam_beta2: float = Field(0.95, description="AdamW's beta2", ge=0, lt=1)
     # `fcsd.training.losses.balance`; DeepSeek-V2 has 0.001 to 0.003
-    balance_loss_coefficient: float | None = option(
-        None, "of the loss that balances the experts' loads", gt=0
+    balance_loss_coefficient: float | None = Field(
+        None, description="of the loss that balances the experts' loads", gt=0
     )
-    balance_loss_over: Literal["sequence", "batch"] = option(
+    balance_loss_over: Literal["sequence", "batch"] = Field(
         "sequence",
-        "sequence; or batch: all ranks and all micro-batches of the step so far",
+        description="sequence; or batch: all ranks and all micro-batches of the step so far",
     )
     # DeepSeek-V3 has 0.001.
-    balance_bias_rate: float | None = option(
+    balance_bias_rate: float | None = Field(
         None,
-        "step size of the routers' correction bias, which balances without a loss",
+        description="step size of the routers' correction bias, which balances without a loss",
         gt=0,
     )
     # `fcsd.model.families.capacity`: pairs of token and expert above factor x K x
     # tokens / experts of a forward pass of a rank are dropped; null: order
-    capacity_factor: float | None = option(
+    capacity_factor: float | None = Field(
         None,
-        "the experts' capacity, above which pairs of token and expert are dropped",
+        description="the experts' capacity, above which pairs of token and expert are dropped",
         gt=0,
         allow_inf_nan=False,
     )
-    capacity_drop: Literal["order", "weight"] | None = option(
-        None, "order: the last pairs are dropped; weight: those of the smallest weights"
+    capacity_drop: Literal["order", "weight"] | None = Field(
+        None,
+        description="order: the last pairs are dropped; weight: those of the smallest weights",
     )
-    ema_decay: float | None = option(
-        None, "the weights' moving average is scored and saved", gt=0, lt=1
+    ema_decay: float | None = Field(
+        None, description="the weights' moving average is scored and saved", gt=0, lt=1
     )
-    dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype of the trained weights"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of the trained weights"
     )
-    bf16: bool = option(False, "autocast to bfloat16")
+    bf16: bool = Field(False, description="autocast to bfloat16")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         DROP_NEEDS_A_CAPACITY,
@@ -198,7 +199,7 @@ class TrainConfig(UpdateConfig, ScheduleConfig):
     adam_epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
     gradient_checkpointing: bool | None = None  # null: from 1e9 parameters on
-    logging_steps: int = option(10, "steps between two logs", gt=0)
+    logging_steps: int = Field(10, description="steps between two logs", gt=0)
     save_steps: int = Field(500, gt=0)
     save_total_limit: int = Field(2, gt=0)
     report_to: list[Reporter] = Field(default_factory=list)
@@ -323,13 +324,17 @@ class CalibrationConfig(Strict):
     """
 
     # of data.train
-    tokens: int = option(
-        262_144, "number of tokens of the text on which to fit the maps", gt=0
+    tokens: int = Field(
+        262_144,
+        description="number of tokens of the text on which to fit the maps",
+        gt=0,
     )
-    ridge: float = option(
+    ridge: float = Field(
         1e-3,
-        "regularisation of the maps towards the identity, relative to the mean"
-        " diagonal of the Gram matrix",
+        description=(
+            "regularisation of the maps towards the identity, relative to the mean"
+            " diagonal of the Gram matrix"
+        ),
         ge=0,
         lt=1,
     )
@@ -341,9 +346,11 @@ class CalibrationConfig(Strict):
 class MtpConfig(Strict):
     """Train the MTP layers of a converted model on its hidden states (`fcsd mtp`)."""
 
-    tokens: int = option(1_048_576, "number of tokens of the text to train on", gt=0)
-    learning_rate: float = option(1e-4, "highest learning rate", gt=0, lt=1)
-    batch_size: int = option(8, "rows of text in a step", gt=0)
+    tokens: int = Field(
+        1_048_576, description="number of tokens of the text to train on", gt=0
+    )
+    learning_rate: float = Field(1e-4, description="highest learning rate", gt=0, lt=1)
+    batch_size: int = Field(8, description="rows of text in a step", gt=0)
 
 
 class SweepConfig(Strict):

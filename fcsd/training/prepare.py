@@ -124,8 +124,8 @@ def prepare_student(
     launch: Launch,
 ) -> None:
     """Cast a student to the dtype of the training, freeze the parts that the objective
-    keeps, attach the loss head, and shard it if the engine does; `check_student` has
-    found that this is possible.
+    keeps, and, if the engine shards, attach the loss head and shard it; `check_student`
+    has found that this is possible.
     """
     # `shard_student` casts shards; adapters have their dtype already, and the weights
     # under them stay as they are.
@@ -136,11 +136,11 @@ def prepare_student(
         freeze_embeddings_and_head(student)
     if objective.freeze_routers:
         freeze_routers(student)
-    # Before the model is wrapped: the engines' hooks have to surround the loss head.
-    # Without shards `ReadyTrainer` detaches it, and attaches it again while it trains
-    # and evaluates (`with_loss_head`).
-    attach_loss_head(student, objective.vocab_size)
     if launch.engine.shards:
+        # Before the model is wrapped: the engine's hooks have to surround the loss
+        # head. Any other model has it only while it trains and is evaluated
+        # (`ReadyTrainer.with_loss_head`), because outside it is the user's.
+        attach_loss_head(student, objective.vocab_size)
         shard_student(student, launch, train)
 
 

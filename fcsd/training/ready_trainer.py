@@ -34,7 +34,7 @@ from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import own_part
 from fcsd.training.config import Sections, UpdateConfig, micro_batches
-from fcsd.training.losses.head import detach_loss_head, loss_head
+from fcsd.training.losses.head import loss_head
 from fcsd.training.prepare import (
     TrainingInputs,
     check_student,
@@ -152,9 +152,6 @@ class ReadyTrainer(DistillTrainer):
             self.own_text = OwnText(
                 objective, ready.tokenizer, launch.ranks, args.seed, self.meters
             )
-        if not launch.engine.shards:
-            # outside training and evaluation the model is the user's
-            detach_loss_head(student)
 
     def working_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context that training and evaluation run in."""

@@ -1,11 +1,12 @@
 """Refuse a benchmark's senseless settings before any server is started."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.weights import is_config_only
-from fcsd.base.writing import home
 from fcsd.model.connectivity.checkpoint import has_tokenizer
 from fcsd.model.families import PREFIX, base_model_type
 from fcsd.model.inspect.checkpoint import find_source
@@ -66,7 +67,7 @@ def with_dummies(benchmark: Benchmark) -> Benchmark:
     Raises:
         UserError: they are told to load weights, or there is no tokenizer.
     """
-    folder = home(benchmark.model)
+    folder = Path(os.path.expanduser(benchmark.model))
     if benchmark.dummy_weights or not is_config_only(folder):
         return benchmark
     if (chosen := benchmark.serve_flag(LOAD_FORMAT)) is not None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.files import parse_yaml
-from fcsd.base.strict import Strict, option
+from fcsd.base.strict import Strict
 from fcsd_bench.engines import ENGINES, EngineName
 from fcsd_bench.rows import ROWS_OF, RowName
 
@@ -77,70 +77,92 @@ class Benchmark(Strict):
 
     engine: EngineName = "vllm"
     model: str
-    against: str = option(
-        ..., "the original of MODEL, hub id or local folder", metavar="ORIGINAL"
+    against: str = Field(
+        ...,
+        description="the original of MODEL, hub id or local folder",
+        json_schema_extra={"metavar": "ORIGINAL"},
     )
-    tensor_parallel: int = option(
+    tensor_parallel: int = Field(
         1,
-        "ranks of a server, which also share the experts",
-        metavar="N",
+        description="ranks of a server, which also share the experts",
+        json_schema_extra={"metavar": "N"},
         gt=0,
     )
-    comm: dict[str, Any] = option(
+    comm: dict[str, Any] = Field(
         {},
-        "communication of the overlapped row: stream, nccl, c10d, timed, or the plugin's"
-        ' settings such as \'{"comm": "timed", "latency_ms": 2}\' (default: the'
-        " plugin's)",
-        metavar="NAME|JSON",
+        description=(
+            "communication of the overlapped row: stream, nccl, c10d, timed, or the plugin's"
+            ' settings such as \'{"comm": "timed", "latency_ms": 2}\' (default: the'
+            " plugin's)"
+        ),
+        json_schema_extra={"metavar": "NAME|JSON"},
     )
-    all2all: str = option(
+    all2all: str = Field(
         "allgather_reducescatter",
-        "vLLM's all-to-all backend for all wide rows (data-parallel attention, experts"
-        " over all ranks): deepep_high_throughput, deepep_low_latency, …",
-        metavar="NAME",
+        description=(
+            "vLLM's all-to-all backend for all wide rows (data-parallel attention, experts"
+            " over all ranks): deepep_high_throughput, deepep_low_latency, …"
+        ),
+        json_schema_extra={"metavar": "NAME"},
     )
-    nodes: list[str] = option(
+    nodes: list[str] = Field(
         [],
-        "addresses of the machines that a server spans, this one first; fcsd reaches"
-        " the others by ssh, and they must have the same folders (default: this"
-        " machine)",
-        metavar="A,B,…",
+        description=(
+            "addresses of the machines that a server spans, this one first; fcsd reaches"
+            " the others by ssh, and they must have the same folders (default: this"
+            " machine)"
+        ),
+        json_schema_extra={"metavar": "A,B,…"},
     )
-    serve_args: list[str] = option(
+    serve_args: list[str] = Field(
         [],
-        "extra flags of the engine's `serve` for every server, as one argument:"
-        " --serve-args='--quantization fp8'",
-        metavar="FLAGS",
+        description=(
+            "extra flags of the engine's `serve` for every server, as one argument:"
+            " --serve-args='--quantization fp8'"
+        ),
+        json_schema_extra={"metavar": "FLAGS"},
     )
-    prompt_tokens: list[Annotated[int, Field(gt=0)]] = option(
-        [512, 1024, 2048], "lengths of the prompts", metavar="N,…", min_length=1
-    )
-    requests: list[Annotated[int, Field(gt=0)]] = option(
-        [16],
-        "numbers of concurrent requests, each measured at every length on the same"
-        " server",
-        metavar="N,…",
+    prompt_tokens: list[Annotated[int, Field(gt=0)]] = Field(
+        [512, 1024, 2048],
+        description="lengths of the prompts",
+        json_schema_extra={"metavar": "N,…"},
         min_length=1,
     )
-    output_tokens: int = option(
-        128, "length of an answer, for the time between tokens", metavar="N", gt=1
+    requests: list[Annotated[int, Field(gt=0)]] = Field(
+        [16],
+        description=(
+            "numbers of concurrent requests, each measured at every length on the same"
+            " server"
+        ),
+        json_schema_extra={"metavar": "N,…"},
+        min_length=1,
     )
-    rounds: int = option(
+    output_tokens: int = Field(
+        128,
+        description="length of an answer, for the time between tokens",
+        json_schema_extra={"metavar": "N"},
+        gt=1,
+    )
+    rounds: int = Field(
         3,
-        "number of times that every server is started and measured",
-        metavar="N",
+        description="number of times that every server is started and measured",
+        json_schema_extra={"metavar": "N"},
         gt=0,
     )
-    rows: list[RowName] = option(
+    rows: list[RowName] = Field(
         [],
-        f"measure only these rows: {', '.join(get_args(RowName))}; SGLang has"
-        f" {', '.join(ROWS_OF['sglang'])} (default: all)",
-        metavar="A,B,…",
+        description=(
+            f"measure only these rows: {', '.join(get_args(RowName))}; SGLang has"
+            f" {', '.join(ROWS_OF['sglang'])} (default: all)"
+        ),
+        json_schema_extra={"metavar": "A,B,…"},
     )
-    trace: bool = option(
+    trace: bool = Field(
         False,
-        "start stock and FarSkip again under vLLM's profiler: measure overlap from its"
-        " trace, and draw one layer (GPUs)",
+        description=(
+            "start stock and FarSkip again under vLLM's profiler: measure overlap from its"
+            " trace, and draw one layer (GPUs)"
+        ),
     )
 
     @property

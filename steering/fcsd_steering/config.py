@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.base.strict import Strict, like, option
+from fcsd.base.strict import Strict, like
 from fcsd.evaluation.study import ModelStudy
 from fcsd.model.connectivity.spec import ModelConfig
 
@@ -46,19 +46,22 @@ class SteeringStudy(Strict):
     )
     # endpoints that hold the experts; null: those of the links
     endpoints: PositiveInt | None = None
-    placement: PlacedBy = option(
-        "contiguous", "how experts are distributed over endpoints"
+    placement: PlacedBy = Field(
+        "contiguous", description="how experts are distributed over endpoints"
     )
-    selection: bool = option(
-        False, "choose experts with the bias, but weigh them without it"
+    selection: bool = Field(
+        False, description="choose experts with the bias, but weigh them without it"
     )
-    scale: Literal["logit_std"] | None = option(
-        None, "measure the strength in standard deviations of the layer's logits"
+    scale: Literal["logit_std"] | None = Field(
+        None,
+        description="measure the strength in standard deviations of the layer's logits",
     )
-    sigma_floor: float = option(
+    sigma_floor: float = Field(
         SIGMA_FLOOR,
-        "lower bound of the standard deviation by which a source's times are divided,"
-        " as a fraction of their mean; 0: as in CAMoE's paper",
+        description=(
+            "lower bound of the standard deviation by which a source's times are divided,"
+            " as a fraction of their mean; 0: as in CAMoE's paper"
+        ),
         ge=0,
     )
     tokens: PositiveInt = 65_536  # tokens of data.train on which the traffic is counted
@@ -114,16 +117,20 @@ class RoutingStudy(ModelStudy):
     """The models, the text and the endpoints of a routing study."""
 
     against: ModelConfig | None = None
-    batch_size: int = option(
-        8, "rows of one batch; each batch is at one endpoint", gt=0
+    batch_size: int = Field(
+        8, description="rows of one batch; each batch is at one endpoint", gt=0
     )
-    links: str | None = option(
-        None, "links that `fcsd-steer profile-network` measured", metavar="FILE"
-    )
-    endpoints: int | None = option(
+    links: str | None = Field(
         None,
-        "endpoints over which experts and batches are distributed (default: those of"
-        " the links, or 8)",
+        description="links that `fcsd-steer profile-network` measured",
+        json_schema_extra={"metavar": "FILE"},
+    )
+    endpoints: int | None = Field(
+        None,
+        description=(
+            "endpoints over which experts and batches are distributed (default: those of"
+            " the links, or 8)"
+        ),
         gt=0,
     )
 
@@ -139,22 +146,28 @@ class RoutingStudy(ModelStudy):
 class BiasSettings(RoutingStudy):
     """The kind of tables to make, and the text and links to make them from."""
 
-    links: str = option(
-        ..., "links that `fcsd-steer profile-network` measured", metavar="FILE"
+    links: str = Field(
+        ...,
+        description="links that `fcsd-steer profile-network` measured",
+        json_schema_extra={"metavar": "FILE"},
     )
-    kind: Kind = option(
+    kind: Kind = Field(
         "camoe",
-        "camoe: move tokens off all slow paths; bottleneck: only off the slowest,"
-        " until camoe's time is reached; windows: in each layer, until its exchanges"
-        " are hidden",
+        description=(
+            "camoe: move tokens off all slow paths; bottleneck: only off the slowest,"
+            " until camoe's time is reached; windows: in each layer, until its exchanges"
+            " are hidden"
+        ),
     )
-    strength: float | None = option(
-        None, "CAMoE's lambda; for bottleneck, the lambda whose time is the goal", ge=0
-    )
-    windows: str | None = option(
+    strength: float | None = Field(
         None,
-        "seconds in which each exchange is hidden, from `fcsd plan --windows`",
-        metavar="FILE",
+        description="CAMoE's lambda; for bottleneck, the lambda whose time is the goal",
+        ge=0,
+    )
+    windows: str | None = Field(
+        None,
+        description="seconds in which each exchange is hidden, from `fcsd plan --windows`",
+        json_schema_extra={"metavar": "FILE"},
     )
     placement: PlacedBy = like(SteeringStudy, "placement")
     selection: bool = like(SteeringStudy, "selection")

@@ -40,7 +40,7 @@ def write_report(study: SteeringStudy, layout: RunLayout, folder: Path) -> str:
     """Write report/ with steering.md, steering.json and figures; return the tables of
     quality against time.
     """
-    places = {model: layout.evaluation(model) for model in study.models}
+    places = {model: layout.evaluate / model for model in study.models}
     places |= {name: evaluation_folder(folder, name) for name in study.names}
     models = {
         name: {"result": read_result(place)[0]}

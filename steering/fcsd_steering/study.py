@@ -102,9 +102,9 @@ def _check(study: SteeringStudy, links: LinkModel, run: Run) -> None:
         if name not in recipe.model_names:
             suggestion = did_you_mean(name, recipe.model_names)
             raise UserError(f"models: no model {name!r} in {study.recipe}{suggestion}")
-        if not (run.layout.evaluation(name) / "manifest.json").is_file():
+        if not (run.layout.evaluate / name / "manifest.json").is_file():
             raise UserError(
-                f"{run.layout.evaluation(name)}: {name} has not been evaluated; run"
+                f"{run.layout.evaluate / name}: {name} has not been evaluated; run"
                 f" `fcsd run {study.recipe}` first"
             )
     config = run.original.load_config(any_family=True).get_text_config()

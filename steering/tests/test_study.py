@@ -245,7 +245,7 @@ def test_the_report_has_every_strength_beside_its_model(finished: Finished) -> N
     ]
     assert set(report["comparisons"]) == {*TABLES["original"], *TABLES["converted"]}
     # The point without a bias is that model's own row.
-    evaluated = finished.run.layout.evaluation("converted") / "results.json"
+    evaluated = finished.run.layout.evaluate / "converted" / "results.json"
     own = read_json(evaluated)["kl_to_original"]["kl"]
     assert report["points"][3]["kl"]["kl"] == own > 0
     text = (folder / "steering.md").read_text()

@@ -484,15 +484,3 @@ def test_a_bar_is_drawn_unless_tqdms_variable_switches_all_off(
     with start("-c", code, TQDM_DISABLE=disabled) as child:
         values, bar = child.communicate(timeout=60)
     assert values == "['a', 'b']\n" and ("rows: 100%" in bar) == drawn
-
-
-def test_a_bar_writes_a_space_between_a_number_and_its_unit() -> None:
-    from fcsd.base.text import progress_bar
-
-    with progress_bar(desc="Tokenizing", unit="examples", file=io.StringIO()) as bar:
-        bar.update(560)
-        assert "560 examples [" in str(bar)
-        facts = bar.format_dict | {"elapsed": 2.0}
-        assert bar.format_meter(**facts).endswith(", 280.00 examples/s]")
-        slow = bar.format_meter(**facts | {"elapsed": 1120.0, "unit": "row"})
-        assert slow.endswith(" 2.00s/row]")

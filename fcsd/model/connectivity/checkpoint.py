@@ -35,7 +35,7 @@ from fcsd.base.weights import (
     stale_index,
     without_weights,
 )
-from fcsd.base.writing import home, is_empty
+from fcsd.base.writing import is_empty
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
@@ -205,7 +205,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
     checkpoint = f"a checkpoint is a folder with {contents}"
     if path == "":
         raise UserError(f"'': is not a path; {checkpoint}, or owner/name on the Hub")
-    folder = home(path)
+    folder = Path(os.path.expanduser(path))
     try:
         # Both raise for a name that is too long and in a folder that may not be
         # searched.

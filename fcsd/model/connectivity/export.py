@@ -20,7 +20,7 @@ from fcsd.base.artifact import check_checkpoint, command_record
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_checkpoint_json, read_json
 from fcsd.base.weights import CONFIG_ONLY
-from fcsd.base.writing import beside, home, new_folder, write_json, writing
+from fcsd.base.writing import beside, new_folder, write_json, writing
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -289,7 +289,7 @@ def _write_beside_weights(
 ) -> None:
     if checkpoint.index is not None:
         shutil.copyfile(checkpoint.folder / checkpoint.index, folder / checkpoint.index)
-    hub = not home(source).is_dir()
+    hub = not Path(os.path.expanduser(source)).is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Rule, Strict, option, refuse
+from fcsd.base.strict import Rule, Strict, refuse
 
 Selection = str | dict[str, int | str] | list[int]
 """`all | moe | none | {"first": N | "P%"} | {"last": N | "P%"} | [indices]`."""
@@ -500,10 +500,14 @@ class ModelConfig(Strict):
 
     # hub id or local folder; may be left out when `pretrain` makes the model
     path: str = ""
-    revision: str | None = option(None, "revision of a hub id")
-    trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
+    revision: str | None = Field(None, description="revision of a hub id")
+    trust_remote_code: bool = Field(
+        False, description="run code that comes with the checkpoint"
+    )
     # Also the dtype of the teacher, and of every model during evaluation.
-    dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's dtype")
+    dtype: Dtype = Field(
+        "auto", description="dtype of the model; auto: the checkpoint's dtype"
+    )
     attn_implementation: str | None = None
     experts_implementation: str | None = None
 
@@ -514,15 +518,17 @@ class ConnectivityConfig(Strict):
     """
 
     layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
-    attention: Literal["partial", "full"] = option(
+    attention: Literal["partial", "full"] = Field(
         "partial",
-        "input of attention; partial: the stream without the routed output in flight",
+        description="input of attention; partial: the stream without the routed output in flight",
     )
-    mlp: str | list[int] | dict[Literal["first", "last"], int | str] = option(
+    mlp: str | list[int] | dict[Literal["first", "last"], int | str] = Field(
         "outdated",
-        "input of MoE and MLP blocks; outdated: the stream before this layer's"
-        " attention; full: the regular input; a selection of layers, such as last:50%:"
-        " outdated only in these layers",
+        description=(
+            "input of MoE and MLP blocks; outdated: the stream before this layer's"
+            " attention; full: the regular input; a selection of layers, such as last:50%:"
+            " outdated only in these layers"
+        ),
     )
 
     @model_validator(mode="after")

@@ -38,7 +38,6 @@ from fcsd.base.weights import (
 )
 from fcsd.base.writing import (
     check_folder_place,
-    home,
     is_empty,
     make_folder,
     write_json,
@@ -271,7 +270,7 @@ def _write_rest(
     """Write config, tokenizer and code beside the weights."""
     if checkpoint.connectivity is not None and checkpoint.family is not None:
         write_code(checkpoint.folder, checkpoint.family, folder)
-    is_on_hub = not home(source).is_dir()
+    is_on_hub = not Path(os.path.expanduser(source)).is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if is_on_hub else None)
     write_json(folder / CONFIG, config)
 

@@ -13,6 +13,7 @@ real one (a batch of more than 64 rows is halved until it has no more). Test set
 columns are in no suite are linked from the recipe's own data root.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,14 +25,14 @@ from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
-from fcsd.base.writing import home, inside, is_empty, new_folder
+from fcsd.base.writing import inside, is_empty, new_folder
 from fcsd.data.config import (
     DataConfig,
     DecontaminateConfig,
     TextConfig,
     TrainingDataConfig,
 )
-from fcsd.data.local import FILE_FORMATS, local_place, making_of
+from fcsd.data.local import FILE_FORMATS, making_of
 from fcsd.evaluation.config import (
     KINDS,
     CodeTaskConfig,
@@ -40,6 +41,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     TaskConfig,
 )
+from fcsd.evaluation.datasets import local_place
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.evaluation.suites import load_suite, suite_names
@@ -464,7 +466,7 @@ def _leads_out(path: str) -> bool:
     """Tell paths that have no place below the folder of a rehearsal: absolute ones, and
     paths upwards.
     """
-    return home(path).is_absolute() or ".." in Path(path).parts
+    return Path(os.path.expanduser(path)).is_absolute() or ".." in Path(path).parts
 
 
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
@@ -491,7 +493,7 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
     for path, by in graded.items():
         if path in inventable or _leads_out(path):
             continue
-        place = local_place(home(path), Path(root) if root is not None else None)
+        place = local_place(path, Path(root) if root is not None else None)
         if place.exists():
             user_test_sets[path] = place.resolve()
         else:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_yaml
-from fcsd.base.strict import Strict, did_you_mean, option, validate
+from fcsd.base.strict import Strict, did_you_mean, validate
 from fcsd.planning.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.planning.cost.hardware import Gpu, find_gpu
 from fcsd.planning.network.links import LinkModel
@@ -118,17 +118,23 @@ def make_machine(
 class Cluster(Strict):
     """Equal GPUs. assumptions: values of `fcsd.planning.cost.assumptions`."""
 
-    gpu: str = option(
+    gpu: str = Field(
         "h200",
-        "a100, h100, h200, b200, l40s, mi300x, mi325x, … (a wrong name lists all)",
+        description="a100, h100, h200, b200, l40s, mi300x, mi325x, … (a wrong name lists all)",
     )
-    nodes: int = option(1, "machines", metavar="N", ge=1)
-    gpus_per_node: int = option(8, "GPUs per machine", metavar="N", ge=1)
-    network_gb_s: float | None = option(
+    nodes: int = Field(
+        1, description="machines", json_schema_extra={"metavar": "N"}, ge=1
+    )
+    gpus_per_node: int = Field(
+        8, description="GPUs per machine", json_schema_extra={"metavar": "N"}, ge=1
+    )
+    network_gb_s: float | None = Field(
         None,
-        "rate between nodes, GB/s per GPU (default: the vendor's reference system, with"
-        " one interface per GPU)",
-        metavar="X",
+        description=(
+            "rate between nodes, GB/s per GPU (default: the vendor's reference system, with"
+            " one interface per GPU)"
+        ),
+        json_schema_extra={"metavar": "X"},
         gt=0,
     )
     assumptions: dict[str, float] = Field(default_factory=dict)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
-from fcsd.base.strict import Strict, like, option
+from fcsd.base.strict import Strict, like
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.planning.cost.machine import Cluster
 
@@ -26,71 +26,84 @@ class PlanSettings(Cluster):
 
     model: str
     revision: str | None = None
-    phase: Phase = option("train", "phase to time")
-    expert_parallel: int | None = option(
+    phase: Phase = Field("train", description="phase to time")
+    expert_parallel: int | None = Field(
         None,
-        "ranks that share the experts (default: all GPUs; for a server, --tp)",
-        metavar="N",
-        flag="--ep",
+        description="ranks that share the experts (default: all GPUs; for a server, --tp)",
+        json_schema_extra={"metavar": "N", "flag": "--ep"},
     )
-    tensor_parallel: int | None = option(
+    tensor_parallel: int | None = Field(
         None,
-        "tensor-parallel ranks of a server (default: all GPUs), or of a Megatron"
-        " training, which fcsd does not run (default: 1)",
-        metavar="N",
-        flag="--tp",
+        description=(
+            "tensor-parallel ranks of a server (default: all GPUs), or of a Megatron"
+            " training, which fcsd does not run (default: 1)"
+        ),
+        json_schema_extra={"metavar": "N", "flag": "--tp"},
     )
-    pipeline_parallel: int = option(
+    pipeline_parallel: int = Field(
         1,
-        "stages of a Megatron training, which fcsd does not run",
-        metavar="N",
-        flag="--pp",
+        description="stages of a Megatron training, which fcsd does not run",
+        json_schema_extra={"metavar": "N", "flag": "--pp"},
         ge=1,
     )
-    data_parallel: int | None = option(
+    data_parallel: int | None = Field(
         None,
-        "data-parallel ranks of a server, each with its own attention and requests,"
-        " that share the experts and exchange tokens (wide expert parallelism);"
-        " replaces --tp",
-        metavar="N",
-        flag="--dp",
+        description=(
+            "data-parallel ranks of a server, each with its own attention and requests,"
+            " that share the experts and exchange tokens (wide expert parallelism);"
+            " replaces --tp"
+        ),
+        json_schema_extra={"metavar": "N", "flag": "--dp"},
         ge=2,
     )
     all2all: Literal[
         "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
-    ] = option(
+    ] = Field(
         "allgather_reducescatter",
-        "vLLM's all-to-all backend between the --dp ranks: all ranks gather all tokens"
-        " (its default), one row to each node and rank with one of a token's experts,"
-        " or one row to each expert",
+        description=(
+            "vLLM's all-to-all backend between the --dp ranks: all ranks gather all tokens"
+            " (its default), one row to each node and rank with one of a token's experts,"
+            " or one row to each expert"
+        ),
     )
-    batch: int = option(
+    batch: int = Field(
         1,
-        "rows per micro-batch and rank; for a server, concurrent requests",
-        metavar="N",
+        description="rows per micro-batch and rank; for a server, concurrent requests",
+        json_schema_extra={"metavar": "N"},
         ge=1,
     )
-    global_batch: int | None = option(
-        None, "rows per optimiser step (default: one micro-batch per rank)", metavar="N"
+    global_batch: int | None = Field(
+        None,
+        description="rows per optimiser step (default: one micro-batch per rank)",
+        json_schema_extra={"metavar": "N"},
     )
-    length: int = option(
-        4096, "tokens per row, per prompt, or in the text so far", metavar="N", ge=1
+    length: int = Field(
+        4096,
+        description="tokens per row, per prompt, or in the text so far",
+        json_schema_extra={"metavar": "N"},
+        ge=1,
     )
-    dtype: Dtype = option(
+    dtype: Dtype = Field(
         "auto",
-        "dtype of weights and matmuls in projections and experts; auto: for a server,"
-        " the checkpoint's quantisation, otherwise bfloat16",
+        description=(
+            "dtype of weights and matmuls in projections and experts; auto: for a server,"
+            " the checkpoint's quantisation, otherwise bfloat16"
+        ),
     )
-    keep_activations: bool = option(
+    keep_activations: bool = Field(
         False,
-        "train without activation checkpointing: keep activations for the backward pass"
-        " instead of recomputing each layer",
+        description=(
+            "train without activation checkpointing: keep activations for the backward pass"
+            " instead of recomputing each layer"
+        ),
     )
-    without_aiter: bool = option(
+    without_aiter: bool = Field(
         False,
-        "time a prefill in FP8 on AMD GPUs with vLLM's own kernels, its default, instead"
-        " of AITER's (VLLM_ROCM_USE_AITER=1): dense matmuls take 2, experts 3 and"
-        " attention 14 times as long",
+        description=(
+            "time a prefill in FP8 on AMD GPUs with vLLM's own kernels, its default, instead"
+            " of AITER's (VLLM_ROCM_USE_AITER=1): dense matmuls take 2, experts 3 and"
+            " attention 14 times as long"
+        ),
     )
     connectivity: Connectivity | None = None
     # Attention with its scores in memory instead of one fused kernel.
@@ -103,24 +116,35 @@ class Hardware(Strict):
     """The machine for which a run is estimated."""
 
     gpu: str = like(Cluster, "gpu")
-    num_gpus: int = option(1, "number of GPUs, one rank each", flag="--gpus", ge=1)
-    sharding: Literal["none", "fsdp2", "hsdp", "zero3"] = option(
-        "none",
-        "none: a whole copy on every rank, as with `accelerate launch --multi_gpu`; the"
-        " others as with configs/fsdp2_8.yaml, fsdp2_2x8.yaml (one copy per node) and"
-        " zero3_8.yaml",
-    )
-    expert_parallel: int = option(
+    num_gpus: int = Field(
         1,
-        "with --sharding fsdp2: ranks that share the experts; all other weights are"
-        " sharded over all ranks",
-        metavar="N",
+        description="number of GPUs, one rank each",
+        json_schema_extra={"flag": "--gpus"},
         ge=1,
     )
-    mfu: tuple[float, float] | None = option(
+    sharding: Literal["none", "fsdp2", "hsdp", "zero3"] = Field(
+        "none",
+        description=(
+            "none: a whole copy on every rank, as with `accelerate launch --multi_gpu`; the"
+            " others as with configs/fsdp2_8.yaml, fsdp2_2x8.yaml (one copy per node) and"
+            " zero3_8.yaml"
+        ),
+    )
+    expert_parallel: int = Field(
+        1,
+        description=(
+            "with --sharding fsdp2: ranks that share the experts; all other weights are"
+            " sharded over all ranks"
+        ),
+        json_schema_extra={"metavar": "N"},
+        ge=1,
+    )
+    mfu: tuple[float, float] | None = Field(
         None,
-        "share of the published peak that every matmul reaches, a number or a range"
-        " (default: an assumed range for each kind of matmul; docs/plan.md)",
+        description=(
+            "share of the published peak that every matmul reaches, a number or a range"
+            " (default: an assumed range for each kind of matmul; docs/plan.md)"
+        ),
     )
     network_gb_s: float | None = like(Cluster, "network_gb_s")
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.strict import Rule, like, option
+from fcsd.base.strict import Rule, like
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
     KINDS,
@@ -38,11 +38,13 @@ class Study(ModelStudy):
     """
 
     attention: Literal["partial", "full"] = like(ConnectivityConfig, "attention")
-    mlp: Literal["outdated", "full", "selected"] = option(
+    mlp: Literal["outdated", "full", "selected"] = Field(
         "outdated",
-        "input of MoE and MLP blocks in the rewired layers; selected: attention is"
-        " partial in all layers, and the study measures in which of them the MLP side"
-        " can be outdated",
+        description=(
+            "input of MoE and MLP blocks in the rewired layers; selected: attention is"
+            " partial in all layers, and the study measures in which of them the MLP side"
+            " can be outdated"
+        ),
     )
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
     # Of an option that no longer exists; finished studies have it in their fingerprint.

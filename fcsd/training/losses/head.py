@@ -303,14 +303,15 @@ def final_hidden(
     A model with a loss head is called as a whole, so that the FSDP or ZeRO hooks of its
     root run.
     """
-    if isinstance(output_head(model), LossHead):
+    head, body = head_and_body(unwrapped(model))
+    if isinstance(head, LossHead):
         return model(
             input_ids=input_ids,
             position_ids=position_ids,
             keep=keep,
             objective="hidden",
         )["hidden"]
-    return body_hidden(model, input_ids, position_ids, None, keep)
+    return body_hidden(model, input_ids, position_ids, None, keep, body=body)
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:

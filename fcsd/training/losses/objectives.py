@@ -26,7 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from fcsd.base.strict import Strict, one_of, option
+from pydantic import Field
+
+from fcsd.base.strict import Strict, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,11 +142,15 @@ class ObjectiveBase(Strict):
     """
 
     name: str
-    vocab_size: int | None = option(None, "rows of a padded head that are tokens", gt=0)
-    freeze_embeddings_and_head: bool = option(
-        False, "keep input embeddings and head as they are"
+    vocab_size: int | None = Field(
+        None, description="rows of a padded head that are tokens", gt=0
     )
-    freeze_routers: bool = option(False, "keep the routers' weights as they are")
+    freeze_embeddings_and_head: bool = Field(
+        False, description="keep input embeddings and head as they are"
+    )
+    freeze_routers: bool = Field(
+        False, description="keep the routers' weights as they are"
+    )
 
     # the student is compared with a teacher, and not with the data alone
     has_teacher: ClassVar[bool]
@@ -166,19 +172,26 @@ class _WithoutL2:
 class DivergenceObjectiveConfig(ObjectiveBase):
     """A divergence between the distributions of teacher and student."""
 
-    temperature: float = option(1.0, "of both softmaxes", gt=0, allow_inf_nan=False)
+    temperature: float = Field(
+        1.0, description="of both softmaxes", gt=0, allow_inf_nan=False
+    )
     # `fcsd.training.own_text`; TRL's lmbda
-    own_text: float | None = option(
-        None, "share of rows whose answers the student writes itself", gt=0, le=1
+    own_text: float | None = Field(
+        None,
+        description="share of rows whose answers the student writes itself",
+        gt=0,
+        le=1,
     )
-    own_text_tokens: int | None = option(
-        None, "tokens of an answer of its own, if its row has room for more", gt=0
+    own_text_tokens: int | None = Field(
+        None,
+        description="tokens of an answer of its own, if its row has room for more",
+        gt=0,
     )
-    own_text_batch_size: int = option(
-        32, "answers that it writes at once on a rank", gt=0
+    own_text_batch_size: int = Field(
+        32, description="answers that it writes at once on a rank", gt=0
     )
-    own_text_sample_steps: int = option(
-        100, "steps between two samples of them in the log", gt=0
+    own_text_sample_steps: int = Field(
+        100, description="steps between two samples of them in the log", gt=0
     )
 
     has_teacher = True
@@ -199,7 +212,9 @@ class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
 
     name: Literal["jsd"]
     # The limits 0 and 1 are the objectives kl and reverse_kl.
-    jsd_beta: float = option(0.5, "share of the teacher in the mixture", gt=0, lt=1)
+    jsd_beta: float = Field(
+        0.5, description="share of the teacher in the mixture", gt=0, lt=1
+    )
 
 
 class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
@@ -208,16 +223,21 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
     """
 
     name: Literal["kl+l2"]
-    l2_coefficient: float = option(
-        ..., "of the distance between the hidden states", gt=0
+    l2_coefficient: float = Field(
+        ..., description="of the distance between the hidden states", gt=0
     )
-    l2_relative: bool = option(
+    l2_relative: bool = Field(
         False,
-        "average over layers each token's squared distance, divided by the teacher's"
-        " square",
+        description=(
+            "average over layers each token's squared distance, divided by the teacher's"
+            " square"
+        ),
     )
-    l2_until: float | None = option(
-        None, "the coefficient falls to 0 over this share of max_steps", gt=0, le=1
+    l2_until: float | None = Field(
+        None,
+        description="the coefficient falls to 0 over this share of max_steps",
+        gt=0,
+        le=1,
     )
 
     @property
