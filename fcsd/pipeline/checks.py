@@ -380,11 +380,12 @@ def _check_evaluation(run: Run) -> None:
     if evaluation.layer_study is not None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
     _check_suite(suite, run.data_root)
+    kinds = {row.kind for row in suite.tasks}
     # A recipe that pretrains has no tokenizer yet.
-    if run.recipe.pretrain is None:
+    if "own_text" in kinds and run.recipe.pretrain is None:
         run.launch.ranks.from_first(lambda: _check_prompts(suite, run))
     # Starting the sandbox once shows whether it is strong enough.
-    if any(row.kind == "code" for row in suite.tasks):
+    if "code" in kinds:
         run.launch.ranks.from_first(
             lambda: _start_sandbox(evaluation.allow_weak_sandbox)
         )

@@ -47,8 +47,6 @@ from fcsd.training.arguments import (
     RecipeArguments,
     ScoreFailure,
     Scorer,
-    check_reporters,
-    refuse_what_cannot_be_sharded,
 )
 from fcsd.training.checkpoint_writer import check_disk, disk_need, trained_and_all
 from fcsd.training.checkpoints import checkpoints, newest_usable
@@ -62,7 +60,8 @@ from fcsd.training.save_model import write_model
 def train(
     inputs: TrainingInputs, sections: Sections, job: Job, launch: Launch
 ) -> dict[str, Any]:
-    """Train, or continue, and write `folder/model`.
+    """Train, or continue, and write `folder/model`. `fcsd.pipeline.checks` has found that
+    the settings suit the launch.
 
     Returns:
         The facts for a manifest: steps, last losses, best step and score.
@@ -72,10 +71,6 @@ def train(
             finite, a full disk, or out of memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
-    by_heldout_kl = job.stopper is not None and job.stopper.metric == "heldout_kl"
-    refuse_what_cannot_be_sharded(
-        sections.objective, launch.engine, by_heldout_kl=by_heldout_kl
-    )
     with engine_environment(launch.engine, launch.device):
         return _train(inputs, sections, job, launch)
 
@@ -88,7 +83,6 @@ def _train(
     scoring: Any = None
     bar = ProgressBar(job.description, job.remaining)
     try:
-        check_reporters(settings.report_to)
         args = RecipeArguments.of(sections, job, launch, inputs.student)
         record = seed_and_record(args, sections, launch, owner=job.owner)
         # Read before the student is cast to the dtype of the training.
