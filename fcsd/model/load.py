@@ -60,8 +60,10 @@ class ModelFolder:
 
     @cached_property
     def weights(self) -> str:
-        """The fingerprint of the weights; it does not depend on the path."""
-        return weights_fingerprint(self.folder)
+        """The fingerprint of the weights, which are finite; it does not depend on the
+        path.
+        """
+        return weights_fingerprint(self.folder, finite=True)
 
     def fingerprints(self, name: str) -> dict[str, Any]:
         """Return the fingerprints that identify it as an input of a stage: `name` for
@@ -72,9 +74,8 @@ class ModelFolder:
                 its weights are NaN or infinite.
         """
         check_checkpoint(self.folder)
-        weights = weights_fingerprint(self.folder, finite=True)
         files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
-        return {name: weights} | {
+        return {name: self.weights} | {
             f"{name}/{file}": fingerprint for file, fingerprint in files.items()
         }
 

@@ -475,9 +475,9 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
         requests.append((repository, options["revision"]))
         return str(bench.base)
 
-    def fingerprint(folder: Path) -> str:
+    def fingerprint(folder: Path, **options: bool) -> str:
         hashed.append(folder)
-        return weights_fingerprint(folder)
+        return weights_fingerprint(folder, **options)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setattr("fcsd.model.load.weights_fingerprint", fingerprint)

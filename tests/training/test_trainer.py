@@ -495,16 +495,6 @@ def test_tensorboard_writes_its_events_into_the_folder_of_the_run(
     assert b"train/kl" in events.read_bytes()
 
 
-def test_a_reporter_that_is_not_installed_is_named(
-    tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with user_error(
-        r"train\.report_to: wandb is not installed; pip install 'fcsd\[wandb\]'"
-    ):
-        train(*make(tmp_path, teacher, report_to=["wandb"]))
-
-
 def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
     tmp_path: Path, teacher: Any
 ) -> None:
