@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import delta_rule
 import numpy as np
 import torch
 from launch import ENVIRONMENT
@@ -85,10 +86,13 @@ def start_engine(folder: Path, **options: Any) -> Any:
         options.setdefault("limit_mm_per_prompt", {"image": 0})
     if folder.name.startswith("gemma4-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
+    if folder.name.startswith(("granitemoehybrid", "qwen3_next", "qwen3_5")):
+        # the states of Mamba layers and linear attention make blocks too large
+        options.setdefault("enable_prefix_caching", False)
     if folder.name.startswith("qwen3_5_moe-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
-        # the engine caches prefixes by the states of linear attention, which is missing
-        options.setdefault("enable_prefix_caching", False)
+    if folder.name.startswith(("qwen3_next", "qwen3_5")):
+        delta_rule.stand_in()
     return LLM(
         str(folder),
         **{
@@ -270,15 +274,17 @@ def record(llm: Any) -> Recorder:
     return recorder
 
 
-def kernel_of(layer: Any) -> tuple[Any, str]:
+def kernel_of(layer: Any) -> tuple[Any, str] | None:
     """Return what holds the kernel of a layer's attention, and under which name, as
-    vLLM's operator finds it.
+    vLLM's operator finds it; None for linear attention.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-    kernel = next(
+    kernels = (
         part for part in layer.modules() if isinstance(part, Attention | MLAAttention)
     )
+    if (kernel := next(kernels, None)) is None:
+        return None
     return (
         (kernel, "forward_impl")
         if isinstance(kernel, MLAAttention)
@@ -332,7 +338,9 @@ def record_exchange(llm: Any) -> Recorder:
     recorder = Recorder(None)
     for k, layer in enumerate(layers_of(llm)):
         attention_of(layer).register_forward_pre_hook(recorder.note(f"attention {k}"))
-        owner, name = kernel_of(layer)
+        if (place := kernel_of(layer)) is None:
+            continue
+        owner, name = place
         outer = getattr(owner, name)
         watched = recorder.before(vars(outer).get("kernel", outer), f"kernel {k}")
         if "kernel" in vars(outer):
@@ -374,7 +382,7 @@ def layers_of(llm: Any) -> list[Any]:
 
 def attention_of(layer: Any) -> Any:
     """Return the attention module of a decoder layer."""
-    names = ("self_attn", "linear_attn", "attn", "short_conv")
+    names = ("self_attn", "linear_attn", "attn", "short_conv", "mamba")
     return next(
         (
             getattr(layer, name)

@@ -65,8 +65,19 @@ attention 3 | kernel 3 | wait combine.2 | start dispatch.3 | shared 3 | wait dis
 wait combine.3
 """
 
+# Layers 0 and 2 have linear attention, in which there is no kernel to split at: D of
+# layer 2 runs beside its shared experts. Layer 0 waits for nothing and starts D first.
+LINEAR = """
+start dispatch.0 | attention 0 | wait dispatch.0 | experts 0 | start combine.0 | shared 0
+attention 1 | wait combine.0 | start dispatch.1 | kernel 1 | wait dispatch.1 | experts 1 | start combine.1 | shared 1
+attention 2 | wait combine.1 | start dispatch.2 | shared 2 | wait dispatch.2 | experts 2 | start combine.2
+attention 3 | wait combine.2 | start dispatch.3 | kernel 3 | wait dispatch.3 | experts 3 | start combine.3 | shared 3
+wait combine.3
+"""
+
 OF_CASE = {
     "qwen3_moe-all": PLAIN, "gpt_oss-all": PLAIN, "qwen2_moe-all": SHARED, "qwen2_moe-half": HALF,
     "qwen2_moe-gap": GAP, "qwen2_moe-attention_full": ATTENTION_FULL, "qwen2_moe-mlp_full": MLP_FULL,
     "deepseek_v3-all": DENSE_FIRST, "glm4_moe-all": DENSE_FIRST,
+    "qwen3_next-all": LINEAR,
 }  # fmt: skip

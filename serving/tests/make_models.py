@@ -60,13 +60,15 @@ _MLA = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "max_position_embeddings": 16384, "rope_parameters": _YARN,
 }  # fmt: skip
-
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2,  # where SGLang looks
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
 _QWEN3_5 = {
     **_HEADS,
     **_EXPERTS,
+    **_LINEAR,
     "shared_expert_intermediate_size": 128,
-    "layer_types": ["full_attention"] * 4,  # as in qwen3_next
-    "full_attention_interval": 1,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -120,8 +122,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "intermediate_size": 64,
         "shared_intermediate_size": 128,
-        # the engine's state-space layers have no kernels for CPUs
-        "layer_types": ["full_attention"] * 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
     },
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
@@ -132,10 +137,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **_HEADS,
         **_EXPERTS,
+        **_LINEAR,
         "shared_expert_intermediate_size": 128,
-        # the engines' linear attention on CPUs has no float32
-        "layer_types": ["full_attention"] * 4,
-        "full_attention_interval": 1,  # where SGLang looks
         "mlp_only_layers": [],  # as in the real model; SGLang ignores others
     },
 }
