@@ -47,6 +47,7 @@ from fcsd.evaluation.config import KINDS, CodeTaskConfig, Kind, TaskConfig, pass
 from fcsd.evaluation.datasets import dataset_location, fetched_revision
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.scores import floor_of
+from fcsd.evaluation.suites import shipped_floor
 
 SCHEMA_VERSION = 1
 _SAVED = "saved result"  # in place of a stage, in the manifest
@@ -275,7 +276,11 @@ def task_result(
     result: dict[str, Any] = {
         "metric": row.metric,
         **mean_of([sample["score"] for sample in samples]),
-        "floor": floor_of(row.model_dump(), samples),
+        "floor": floor_of(
+            {"floor": shipped_floor(row.task, row.metric)}
+            | row.model_dump(exclude_none=True),
+            samples,
+        ),
         "num_items": len(samples),
         "num_items_total": num_items_total,
         "num_fewshot": row.num_fewshot,

@@ -210,11 +210,16 @@ def compare(
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
         } | _paired(pairs, higher_is_better=not KINDS[row["kind"]].distance)
+        results = {"original": original_result, "converted": converted_result}
         if KINDS[row["kind"]].distance:
             tasks[task] |= _own_text(original_samples, converted_samples)
+            tasks[task]["lower_bound"] = [
+                side
+                for side, result in results.items()
+                if is_bound(result["tasks"][task])
+            ]
         tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
         # Answers that were cut, or have thoughts, may explain a lower score.
-        results = {"original": original_result, "converted": converted_result}
         for side, result in results.items():
             for kind in ("at_limit", "with_thoughts"):
                 if count := result["tasks"][task].get(f"answers_{kind}"):
@@ -351,6 +356,12 @@ def _same_rules(
         f"lower is better in {scored[0]['metric']}; fcsd compares only metrics where"
         " higher is better; leave the task out with --tasks (in Python: tasks=[…])",
     )
+    bounds = [is_bound(row) for row in scored]
+    yield (
+        any(bounds) and not all(bounds) and all(row["value"] for row in scored),
+        "one of the two was measured behind a server, which tells only a lower bound of"
+        " the divergence; evaluate both in memory, or both behind a server",
+    )
     listed = _suite_row(original_result, task), _suite_row(converted_result, task)
     for original_row, converted_row, keys in (
         (*scored, _SAME_ROW),
@@ -471,6 +482,15 @@ def floor_of(
         return None
     # A single answer is right if it is the likeliest of all texts.
     return fmean(1 / count if count > 1 else 0.0 for count in counts)
+
+
+def is_bound(row: Mapping[str, Any]) -> bool:
+    """Tell whether a task's figure is a lower bound, as behind a server; that of the
+    original itself is 0 there, too.
+
+    row: an entry of `tasks` in a result.
+    """
+    return bool(row.get("lower_bound") and row["value"])
 
 
 def at_floor(value: float, stderr: float | None, floor: float | None) -> bool:

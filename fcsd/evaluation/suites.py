@@ -74,12 +74,7 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
                 f" {suite.name}{did_you_mean(task, list(rows))}"
             )
     # A task that is named on its own counts, whether or not it does in its suite.
-    chosen = [
-        row
-        if KINDS[(row := rows[task]).kind].distance
-        else row.model_copy(update={"headline": True})
-        for task in tasks
-    ]
+    chosen = [_as_headline(rows[task]) for task in tasks]
     return suite.model_copy(update={"tasks": chosen})
 
 
@@ -157,7 +152,22 @@ def _is_headline(row: TaskBase | dict[str, Any]) -> bool:
     return row.headline if isinstance(row, TaskBase) else row.get("headline", True)
 
 
-def _as_headline(row: TaskBase | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(row, TaskBase):
-        row = row.model_dump(mode="json", exclude_unset=True)
-    return row | {"headline": True}
+def _as_headline(row: Any) -> Any:
+    """Return a row that counts in the mean, in which a divergence has no place."""
+    if not isinstance(row, TaskBase):
+        return row | {"headline": True}
+    distance = KINDS[row.kind].distance
+    return row if distance else row.model_copy(update={"headline": True})
+
+
+def shipped_floor(task: str, metric: str) -> float | None:
+    """Return the score of random answers that a shipped suite has for a task of this
+    name, which it also has where it is named without that suite; None: no suite does.
+    """
+    return _shipped_floors().get((task, metric))
+
+
+@functools.cache
+def _shipped_floors() -> dict[tuple[str, str], float]:
+    rows = [row for name in suite_names() for row in load_suite(name).tasks]
+    return {(row.task, row.metric): row.floor for row in rows if row.floor is not None}

@@ -17,7 +17,7 @@ from fcsd.base.writing import check_folder_place, new_folder, write_json, write_
 from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result
-from fcsd.evaluation.scores import compare, floor_of
+from fcsd.evaluation.scores import compare, floor_of, is_bound
 from fcsd.report.items import write_items
 from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
@@ -260,9 +260,12 @@ def _own_text_figures(
         }
         if models:
             plot_own_text(task, models, folder / f"{task}.png", colours, look)
+            bounds = [name for name, row in models.items() if is_bound(row)]
+            of_bounds = f" Lower bounds: {', '.join(bounds)}." if bounds else ""
             figures[f"{task}.png"] = (
                 f"{task}: divergence from the original along the model's own samples,"
                 " for their first tokens; growth shows errors that feed on themselves."
+                f"{of_bounds}"
             )
     return figures
 

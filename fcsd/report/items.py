@@ -22,7 +22,7 @@ from typing import Any
 
 from fcsd.base.writing import write_text
 from fcsd.recipe.layout import MAIN
-from fcsd.report.verdict import p_text, quick_look, unit_of
+from fcsd.report.verdict import SIDES, mark, p_text, quick_look, unit_of
 
 
 def write_items(
@@ -114,8 +114,9 @@ def _facts(row: Mapping[str, Any]) -> str:
     unit = unit_of(row)
     return (
         f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot,"
-        f" {row['num_items']} items: {unit.value(row['original'])} →"
-        f" {unit.value(row['converted'])}, delta"
+        f" {row['num_items']} items:"
+        f" {unit.value(row['original'])}{mark(row, 'original')} →"
+        f" {unit.value(row['converted'])}{mark(row, 'converted')}, delta"
         f" {unit.with_error(unit.signed(row['delta']), row['delta_stderr'])}, gained"
         f" {row['gained']}, lost {row['lost']}, p {p_text(row['p_value'])}:"
         f" {row['verdict']}"
@@ -126,8 +127,7 @@ def _overview(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a task: both scores, delta, gained, lost and verdict."""
     unit = unit_of(row)
     scores = [
-        unit.value(row["original"]),
-        unit.value(row["converted"]),
+        *(f"{unit.value(row[side])}{mark(row, side)}" for side in SIDES),
         unit.signed(row["delta"]),
     ]
     return [*scores, str(row["gained"]), str(row["lost"]), row["verdict"]]

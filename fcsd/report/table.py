@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.text import markdown, metric_words, nats
-from fcsd.evaluation.scores import at_floor
+from fcsd.evaluation.scores import at_floor, is_bound
 from fcsd.report.verdict import (
+    BOUND,
+    FLOOR,
     NATS,
     PER_CENT,
+    SIDES,
     Unit,
     is_distance,
+    mark,
     mean_verdict,
     p_text,
     quick_look,
@@ -18,9 +22,11 @@ from fcsd.report.verdict import (
     unit_of,
 )
 
-FLOOR = "(floor)"
-"""Marks scores at the floor."""
 FLOOR_NOTE = f"{FLOOR}: not above the score of random answers by two standard errors."
+_BOUND_NOTE = (
+    "{}: a lower bound, because the server tells only the probabilities of the likeliest"
+    " tokens."
+)
 # of scores
 percent, with_error = PER_CENT.value, PER_CENT.with_error
 
@@ -31,7 +37,8 @@ def figure_text(row: Mapping[str, Any]) -> str:
     text = unit.with_error(unit.value(row["value"]), row["stderr"])
     if at_floor(row["value"], row["stderr"], row.get("floor")):
         return f"{text} {FLOOR}"
-    return f"{text} nats" if unit is NATS else text
+    text = f"{text} nats" if unit is NATS else text
+    return f"{text} {BOUND}" if is_bound(row) else text
 
 
 def models_table(
@@ -102,11 +109,8 @@ def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
         None if is_distance(row) else row.get("answers_at_limit"),
         row.get("answers_with_thoughts"),
     )
-    if row.get("lower_bound"):
-        notes.append(
-            f"{name}: a lower bound, because the server tells only the probabilities of"
-            " the likeliest tokens."
-        )
+    if is_bound(row):
+        notes.append(_BOUND_NOTE.format(name))
     if text := row.get("thoughts_closed_by"):
         notes.append(
             f"{name}: the model thinks unasked; fcsd added {text!r} to its prompts, so"
@@ -177,7 +181,13 @@ def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
         for task, row in comparison["tasks"].items()
         if is_distance(row)
     ]
-    return written + [
+    bounds = [
+        _BOUND_NOTE.format(f"{task}, {name}")
+        for task, row in comparison["tasks"].items()
+        for name, side in zip(("original", "model"), SIDES, strict=True)
+        if side in row.get("lower_bound", ())
+    ]
+    return [*written, *bounds] + [
         note
         for task, row in comparison["tasks"].items()
         if not is_distance(row)
@@ -266,7 +276,7 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
 def _narrow(row: Mapping[str, Any]) -> list[str]:
     unit = unit_of(row)
     delta = f"{unit.signed(row['delta'])} ({unit.interval(row['interval'])})"
-    scores = (f"{unit.value(row[side])}{_mark(row, side)}" for side in _SIDES)
+    scores = (f"{unit.value(row[side])}{mark(row, side)}" for side in SIDES)
     return [*scores, delta]
 
 
@@ -275,20 +285,12 @@ def _scores(row: Mapping[str, Any]) -> list[str]:
     return [
         *(
             unit.with_error(unit.value(row[side]), row[f"{side}_stderr"])
-            + _mark(row, side)
-            for side in _SIDES
+            + mark(row, side)
+            for side in SIDES
         ),
         unit.with_error(unit.signed(row["delta"]), row["delta_stderr"]),
         unit.interval(row["interval"]),
     ]
-
-
-_SIDES = ("original", "converted")
-
-
-def _mark(row: Mapping[str, Any], side: str) -> str:
-    """Mark the score of a model that is at the floor; the mean has no floor."""
-    return f" {FLOOR}" if side in row.get("at_floor", ()) else ""
 
 
 def _retained(row: Mapping[str, Any]) -> str:

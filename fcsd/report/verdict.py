@@ -61,6 +61,25 @@ def unit_of(row: Mapping[str, Any]) -> Unit:
     return NATS if is_distance(row) else PER_CENT
 
 
+SIDES = ("original", "converted")
+"""The two results of a comparison."""
+
+FLOOR = "(floor)"
+"""Marks scores at the floor."""
+
+BOUND = "(lower bound)"
+"""Marks divergences that a server has told."""
+
+
+def mark(row: Mapping[str, Any], side: str) -> str:
+    """Mark the figure of a side that is at the floor, or a lower bound; the mean is
+    neither.
+    """
+    if side in row.get("at_floor", ()):
+        return f" {FLOOR}"
+    return f" {BOUND}" if side in row.get("lower_bound", ()) else ""
+
+
 LEGEND = (
     "Per cent ± one standard error; the delta's is paired (same items and prompts for"
     " both), and so is its 95 % interval. Gained and lost: items that only the model,"
@@ -173,7 +192,7 @@ def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
     written = _written(tasks)
     tested = {task: row for task, row in tasks.items() if row["verdict"] != "distance"}
     if not tested:
-        return written
+        return f"along {written}"
     changed = sum(row["gained"] + row["lost"] for row in tested.values())
     count = sum(row["num_items"] for row in tested.values())
     floors = _floors(tested)
@@ -192,7 +211,9 @@ def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
         # there are some.
         if names or adds_up or word == "lost":
             none = "no task"
-            if adds_up:
+            if all(row["verdict"] == "at the floor" for row in tested.values()):
+                none = "cannot be told, because every task is at the floor"
+            elif adds_up:
                 none = "no single task shows it, but together they do"
             sentences.append(
                 f"{word.capitalize()} beyond noise: {_named(tested, names) or none}."
@@ -203,7 +224,8 @@ def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
         if len(noise) == len(tested) > 3:
             named = f"all {len(tested)} tasks"
         sentences.append(f"Within noise: {named}{_hidden(tested, noise)}.")
-    return " ".join([*sentences, *filter(None, [floors, written])])
+    along = f"Along {written}" if written else ""
+    return " ".join([*sentences, *filter(None, [floors, along])])
 
 
 def _floors(tasks: Mapping[str, Any]) -> str:
@@ -230,8 +252,9 @@ def scored(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _written(tasks: Mapping[str, Any]) -> str:
-    """Say how far what the model writes is from the original."""
+    """Say how far what the model writes is from the original, after "along"."""
     distances = [
+        f"{'at least ' if row.get('lower_bound') else ''}"
         f"{NATS.with_error(NATS.value(row['delta']), row['delta_stderr'])} nats a token"
         f" ({task})"
         for task, row in tasks.items()
@@ -240,8 +263,7 @@ def _written(tasks: Mapping[str, Any]) -> str:
     if not distances:
         return ""
     return (
-        "Along what it writes itself it diverges from the original by"
-        f" {' and '.join(distances)}."
+        f"its own samples it diverges from the original by {' and '.join(distances)}."
     )
 
 
@@ -270,7 +292,8 @@ def task_verdict(row: Mapping[str, Any]) -> str:
     small, and yet the verdict is noise.
     """
     if row["verdict"] == "distance":
-        return "distance from the original"
+        bound = ", a lower bound" if row.get("lower_bound") else ""
+        return f"distance from the original{bound}"
     if row["verdict"] == "at the floor":
         return f"at the floor, {PER_CENT.value(row['floor'])} by random answers"
     if row["verdict"] == "lost" and "converted" in row["at_floor"]:

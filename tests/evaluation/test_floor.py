@@ -85,6 +85,31 @@ def test_what_is_written_has_the_floor_0_unless_its_suite_says_more() -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("changes", "floor"),
+    [
+        ({}, 0.14),
+        ({"metric": "inst_level_strict_acc,none"}, 0.0),
+        ({"floor": 0.0}, 0.0),
+        ({"task": "mmlu_pro", "metric": "exact_match,custom-extract"}, 0.11),
+        ({"task": "mine"}, 0.0),
+    ],
+)
+def test_a_task_that_is_named_alone_has_the_floor_of_the_shipped_suites(
+    changes: dict[str, Any], floor: float
+) -> None:
+    """Chance's 14 % of IFEval is no score, whoever names the task."""
+    row = {
+        "task": "ifeval", "kind": "generation", "metric": "prompt_level_strict_acc,none", "dataset": "o/d",
+    }  # fmt: skip
+    suite = {"name": "mine", "tasks": [row | changes]}
+    (config,) = validate(SuiteConfig, suite, "mine.yaml").tasks
+    samples = [item(n, score) for n, score in enumerate(right(14, 100))]
+    found = task_result(config, samples, 100, None)
+    assert found["floor"] == floor
+    assert at_floor(found["value"], found["stderr"], found["floor"]) == (floor > 0.08)
+
+
 def test_two_standard_errors_separate_a_score_from_its_floor() -> None:
     assert at_floor(0.30, 0.03, 0.25) and not at_floor(0.32, 0.03, 0.25)
     assert at_floor(0.10, 0.03, 0.25)  # worse than random answers
@@ -125,6 +150,8 @@ def test_two_models_that_guess_are_at_the_floor_and_not_within_noise() -> None:
     )
     assert "26.0 ± 4.4 (floor)" in text and "0.0 ± 0.0 (floor)" in text
     assert "at the floor, 25.0 by random answers" in text
+    assert text.count("Lost beyond noise: cannot be told, because every task is") == 1
+    assert "no task" not in text
     for word in ("Within noise", "within noise", "not measurably", "92.3"):
         assert word not in text, word  # 92.3 % "retained"
 

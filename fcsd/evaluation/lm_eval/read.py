@@ -21,6 +21,7 @@ from fcsd.evaluation.results import (
     mean_of,
     whole_result,
 )
+from fcsd.evaluation.suites import shipped_floor
 
 Result = dict[str, Any]
 # Sections that a results file may lack.
@@ -177,12 +178,14 @@ def _task(
     # complete.
     sizes = [(report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
     higher_is_better = (report["higher_is_better"].get(leaves[0]) or {}).get(name)
+    floor = shipped_floor(task, metric)
     return {
         # A metric of fcsd's code tasks (`pass@1`) has no filter, and keeps its name.
         "metric": metric
         if "," in str(requested_metric or metric)
         else str(requested_metric),
         **mean_of([sample["score"] for sample in samples]),
+        **({} if floor is None else {"floor": floor}),
         "num_items": len(samples),
         "num_items_total": (
             sum(sizes) if all(isinstance(size, int) for size in sizes) else len(samples)

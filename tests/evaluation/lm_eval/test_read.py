@@ -12,6 +12,7 @@ import yaml
 
 from fcsd.cli.main import main
 from fcsd.evaluation.lm_eval.write import write_lm_eval
+from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.results import write_result
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import compare_all, read_evaluated
@@ -220,3 +221,23 @@ def test_every_key_of_a_result_and_of_its_samples_is_documented(
     for file in folders[1].glob("samples_*.jsonl"):
         used |= json.loads(file.read_text().splitlines()[0]).keys()
     assert used - documented_keys("results.json") == set()
+
+
+def test_a_task_of_lm_eval_has_the_floor_that_shipped_suites_have(
+    tmp_path: Path,
+) -> None:
+    metric = "prompt_level_strict_acc"
+    report = {
+        "results": {"ifeval": {f"{metric},none": 0.5}},
+        "configs": {"ifeval": {"output_type": "generate_until"}},
+    }
+    (tmp_path / "results_1.json").write_text(json.dumps(report))
+    row = {"prompt_hash": "p", "filter": "none", "doc": {}, "target": ""}
+    rows = [
+        row | {"doc_id": n, "doc_hash": f"d{n}", metric: n, "resps": [["a"]], "filtered_resps": ["a"]}
+        for n in range(2)
+    ]  # fmt: skip
+    lines = "".join(json.dumps(line) + "\n" for line in rows)
+    (tmp_path / "samples_ifeval_1.jsonl").write_text(lines)
+    result, _ = read_any_result(tmp_path)
+    assert result["tasks"]["ifeval"]["floor"] == 0.14

@@ -110,6 +110,8 @@ def test_a_distance_from_the_original_is_told_and_not_tested(
     page = json.loads((tmp_path / "out/comparison.json").read_text())
     row = page["comparisons"]["last"]["tasks"]["own_texts"]
     assert (row["verdict"], row["p_value"], row["original"]) == ("distance", None, 0)
+    # A line begins with its sentence.
+    assert "last, by what it writes: along its own samples it diverges" in printed
     assert re.search(
         rf"diverges from the original by {row['converted']:.3f} ± .* nats a token",
         printed,

@@ -9,7 +9,9 @@ import yaml
 
 import fcsd
 from fcsd.cli.main import main
+from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.results import read_result
+from fcsd.evaluation.suites import chosen_suite
 from fcsd.planning.layers.points import loss_text
 from tests.evaluation.own_text.test_compared import evaluate, place
 from tests.support import user_error
@@ -104,6 +106,39 @@ def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> No
         fcsd.evaluate_model(model, **options)
     with user_error("original: an int; a model in memory"):
         fcsd.evaluate_model(model, original=3, **options)
+
+
+def test_a_task_of_own_text_is_named_on_its_own(place: Path, tmp_path: Path) -> None:
+    """It has no place in a mean of scores, whoever names it."""
+    named = ("--tasks", "own_texts", "--original", place / "original")
+    assert evaluate(place, "last", tmp_path / "out", *named) == 0
+    expected = read_result(place / "results/last")[0]["tasks"]["own_texts"]
+    found = read_result(tmp_path / "out")[0]
+    model, tokenizer = fcsd.load(place / "last")
+    by_python = fcsd.evaluate_model(
+        model, place / "suite.yaml", tasks=["own_texts"], original=place / "original",
+        tokenizer=tokenizer, data_root=place / "data", progress=False,
+    )  # fmt: skip
+    for result in (found, by_python):
+        assert result["tasks"].keys() == {"own_texts"} and result["mean"] is None
+        row = result["tasks"]["own_texts"]
+        assert row["headline"] is False
+        assert row["value"] == pytest.approx(expected["value"])
+
+
+def test_beside_own_text_a_named_task_that_is_no_headline_counts() -> None:
+    rows: list[dict[str, Any]] = [
+        {"task": "own", "kind": "own_text", "dataset": "o/d"},
+        {"task": "a", "kind": "likelihood", "metric": "acc,none", "dataset": "o/d"},
+        {"task": "b", "kind": "likelihood", "metric": "acc,none", "dataset": "o/d"},
+    ]
+    rows[2]["headline"] = False
+    suite = SuiteConfig(**{"name": "s", "tasks": rows})
+    chosen = chosen_suite(["own", "b"], suite)
+    assert [(row.task, row.headline) for row in chosen.tasks] == [
+        ("own", False),
+        ("b", True),
+    ]
 
 
 def test_a_file_of_prompts_needs_no_place_below_the_data_root(

@@ -1,6 +1,8 @@
 """Own text of a model behind a server: what its likeliest tokens tell."""
 
+import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,10 +85,29 @@ def test_a_served_model_has_a_lower_bound_of_its_divergence(
     assert [s["greedy_tokens"] for s in samples["own_texts"]] == [
         s["greedy_tokens"] for s in in_memory
     ]
-    # It is compared with the original, whose divergence is 0.
-    folders = [str(place / "results/original"), str(tmp_path / "out")]
-    assert main(["compare", *folders]) == 0
-    assert "distance from the original" in capsys.readouterr().out
+    # It is compared with the original, whose divergence is 0, and with nothing exact.
+    original, out = place / "results/original", tmp_path / "out"
+    pages = tmp_path / "pages"
+    assert main(["compare", *map(str, (original, out, "--output", pages))]) == 0
+    printed = capsys.readouterr().out
+    value = f"{row['value']:.3f} ± {row['stderr']:.3f}"
+    assert f"{value} (lower bound)" in printed
+    assert f"diverges from the original by at least {value} nats" in printed
+    assert "distance from the original, a lower bound" in printed
+    assert "own_texts, model: a lower bound, because the server" in printed
+    for page in ("comparison.md", "comparison.html"):
+        assert f"{value} (lower bound)" in (pages / page).read_text()
+    assert f"{row['value']:.3f} (lower bound)" in (pages / "items.html").read_text()
+    compared = json.loads((pages / "comparison.json").read_text())["comparisons"]
+    assert compared["out"]["tasks"]["own_texts"]["lower_bound"] == ["converted"]
+    exact = place / "results/last"
+    for folders in ((exact, out), (out, exact)):
+        assert main(["compare", *map(str, folders)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "own_texts: one of the two was measured behind a server" in said
+    shutil.copytree(out, tmp_path / "again")
+    assert main(["compare", str(out), str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out.count(f"{value} (lower bound)") == 2
 
 
 def test_answers_of_a_server_are_kept_and_not_asked_for_again(
