@@ -15,10 +15,14 @@ from torch import nn
 from fcsd.base.errors import UserError, kind_of
 from fcsd.base.strict import check_kind
 from fcsd.evaluation.backend import Batches
-from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
+from fcsd.evaluation.config import KINDS, EvaluationConfig, SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, TaskStore, read_result, save_result
-from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.runner import (
+    own_original,
+    prepare_evaluation,
+    refuse_converted,
+)
 from fcsd.evaluation.suites import chosen_suite, load_suite
 from fcsd.model.load import refuse_not_finite, tokenizer_of
 from fcsd.model.preserve import preserved
@@ -90,7 +94,7 @@ def evaluate_model(
         tasks: only these: tasks of the suite, or any task, group or tag of lm-eval,
             with its own shots and metric.
         original: for tasks of kind own_text: the model that this one was converted
-            from, in memory or as a path.
+            from, in memory or as a path; None: this one, if it is not converted.
         data_root: folder that holds the data sets in hub layout; None: the Hub.
         batch_size: sequences in one forward pass, or "auto".
         limit: only the first items of every task, for a quick look.
@@ -153,7 +157,7 @@ def evaluate_model(
         store=store,
         ranks=launch.ranks,
         progress=progress,
-        original=_original(original, model, name),
+        original=_original(original, model, name, suite, launch),
     )
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name, batches)
@@ -162,10 +166,18 @@ def evaluate_model(
     return Evaluation(result, samples)
 
 
-def _original(original: Any, model: Any, name: str) -> Original | None:
-    """Return the original of an evaluation; None if none is given."""
-    if original is None:
+def _original(
+    original: Any, model: Any, name: str, suite: SuiteConfig, launch: Launch
+) -> Original | None:
+    """Return the original of an evaluation: a model that is not converted is its own if
+    none is given; None if there is none, or no task needs one.
+    """
+    if not any(KINDS[row.kind].distance for row in suite.tasks):
         return None
+    if original is None:
+        if not launch.ranks.from_first(lambda: own_original(name, model.config)):
+            return None
+        original = model
     if isinstance(original, str | Path):
         from fcsd.api.models import load
 
@@ -179,6 +191,7 @@ def _original(original: Any, model: Any, name: str) -> Original | None:
         )
         loaded = original
     refuse_not_finite(loaded, "original")
+    refuse_converted("original", loaded.config)
     return Original(lambda: contextlib.nullcontext(loaded), itself=loaded is model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def _evaluate(arguments: Namespace) -> None:
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
     from fcsd.evaluation.results import read_numbers
+    from fcsd.evaluation.runner import own_original, refuse_converted
     from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
     from fcsd.model.load import find_model
     from fcsd.parallel.place import check_device_map, check_overlap_of
@@ -62,10 +64,9 @@ def _evaluate(arguments: Namespace) -> None:
     check_overlap_of(checkpoint, launch)
     original = None
     if arguments.original is not None:
-        original = EvaluatedFolder(
-            find_model(model.model_copy(update={"path": arguments.original})),
-            arguments.device_map,
-        )
+        named = find_model(model.model_copy(update={"path": arguments.original}))
+        refuse_converted(arguments.original, named.any_checkpoint.config)
+        original = EvaluatedFolder(named, arguments.device_map)
     evaluation = PlannedEvaluation(
         name=arguments.model,
         model=EvaluatedFolder(checkpoint, arguments.device_map),
@@ -74,6 +75,10 @@ def _evaluate(arguments: Namespace) -> None:
         server_check=not arguments.no_server_check,
         original=original,
     )
+    if evaluation.writes_own_text and original is None:
+        known = checkpoint.any_checkpoint.config
+        if launch.ranks.from_first(lambda: own_original(arguments.model, known)):
+            evaluation = replace(evaluation, original=evaluation.model)
     result = run_evaluation(evaluation, arguments.output, launch)
     if not launch.first:
         return
@@ -226,8 +231,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         EvaluationConfig,
         "suite",
         help=(
-            "paper11, paper11_chat, pretrain9, camoe9, instruct, own_text, tiny, or the path of"
-            " your suite file (docs/evaluate.md)"
+            "paper11, paper11_chat, pretrain9, camoe9, instruct, own_text, own_text_base,"
+            " tiny, or the path of your suite file (docs/evaluate.md)"
         ),
         default="paper11",
     )
@@ -271,7 +276,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         metavar="MODEL",
         help=(
             "for tasks of kind own_text: the model that MODEL was converted from, with"
-            " which they compare what it writes"
+            " which they compare what it writes (default: MODEL itself, if it is not"
+            " converted)"
         ),
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)

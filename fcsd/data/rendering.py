@@ -130,8 +130,9 @@ def require_chat_template(tokenizer: Any, row: Any) -> None:
     if row.chat_template and not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"task {row.task}: chat_template: true, but the tokenizer has no chat"
-            " template; set chat_template: false for this task or add a chat template"
-            " to the tokenizer"
+            " template; for a base model give --suite own_text_base in place of"
+            " own_text, paper11 in place of paper11_chat, or a suite file of your own"
+            " without chat_template; for a chat model add its template to the tokenizer"
         )
 
 

@@ -47,6 +47,7 @@ from fcsd.evaluation.results import (
     whole_result,
 )
 from fcsd.evaluation.steps import Context, Steps
+from fcsd.model.connectivity.spec import is_converted, is_original
 from fcsd.parallel.launch import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -151,6 +152,30 @@ def prepare_evaluation(
         )
 
 
+def own_original(name: str, config: Any) -> bool:
+    """Tell whether a model that is evaluated without a named original is one itself,
+    and say so on stderr. config: its config, or that as a dictionary.
+    """
+    if not is_original(config):
+        return False
+    print(
+        f"{name}: is not converted, and no original is named: it counts as its own"
+        " original, from which own text has no distance",
+        file=sys.stderr,
+    )
+    return True
+
+
+def refuse_converted(name: str, config: Any) -> None:
+    """Raise UserError where the model that is named as the original is converted."""
+    if is_converted(config):
+        raise UserError(
+            f"{name}: is named as the original, but is converted itself (FarSkip); name"
+            " the model that it was converted from with --original (in Python:"
+            " original=; fcsd.load(…, original=True) undoes an untrained conversion)"
+        )
+
+
 def check_original(rows: Iterable[TaskConfig], original: Any) -> None:
     """Raise UserError where a task needs an original and none is named."""
     for row in rows:
@@ -203,6 +228,17 @@ class PreparedEvaluation:
             items = self.prepared[row.task]
             STEPS[row.kind].check_server(row, items, limit, served)
 
+    def check_positions(self, config: Any) -> None:
+        """Refuse a task whose prompts and answers do not fit a model's positions.
+
+        config: of the model, which need not be loaded.
+        """
+        for row in self.missing:
+            limit = items_limit(row, self.context.config.limit)
+            STEPS[row.kind].check_positions(
+                row, self.prepared[row.task], limit, config, self.context.tokenizer
+            )
+
     def __call__(
         self,
         model: PreTrainedModel,
@@ -230,6 +266,7 @@ class PreparedEvaluation:
     def evaluate(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
+        self.check_positions(backend.config)
         samples = dict(self.finished)
         facts = {task: dict(task_facts) for task, task_facts in self.facts.items()}
         progress = Progress(

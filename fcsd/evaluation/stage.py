@@ -86,6 +86,10 @@ class EvaluatedFolder:
         """Load its tokenizer."""
         return self.checkpoint.load_tokenizer()
 
+    def model_config(self) -> Any:
+        """Load the config of its model, without weights."""
+        return self.checkpoint.load_config(any_family=True)
+
     def load(self, launch: Launch) -> PreTrainedModel:
         """Load it in eval mode, as a rank of the launch holds it."""
         return load_for_evaluation(self.checkpoint, launch, device_map=self.device_map)
@@ -247,6 +251,7 @@ def run_evaluation(
         original=_original(evaluation, stage, launch),
     ) as prepared:
         measure = None
+        prepared.check_positions(model.model_config())
         if backend is not None:
             prepared.check_server(backend)
             if evaluation.server_check:

@@ -78,6 +78,13 @@ class Steps(Protocol):
     ) -> None:
         """Refuse a task that a server cannot answer; the server is not asked."""
 
+    def check_positions(
+        self, row: Any, items: Any, limit: int | None, config: Any, tokenizer: Any
+    ) -> None:
+        """Refuse prompts and answers that do not fit the positions of a model with this
+        config.
+        """
+
     def run(
         self,
         row: Any,

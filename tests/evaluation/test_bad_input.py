@@ -5,6 +5,7 @@ what to do, and status 2.
 import gzip
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.evaluation.stage import FINISHED_TASKS
+from fcsd.evaluation.stage import FINISHED_TASKS, EvaluatedFolder
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
@@ -33,6 +34,12 @@ GSM8K = {
 }  # fmt: skip
 CODE = {
     "task": "mbpp_plus", "kind": "code", "dataset": "evalplus/mbppplus", "max_new_tokens": 4,
+}  # fmt: skip
+HELLASWAG = {
+    "task": "hellaswag", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "Rowan/hellaswag",
+}  # fmt: skip
+OWN = {
+    "task": "own", "kind": "own_text", "dataset": "baber/piqa", "columns": {"prompt": "goal"},
 }  # fmt: skip
 SPLITS = {
     "baber/piqa": ("train", "validation"),
@@ -311,17 +318,44 @@ def test_canonical_solutions_that_fail_are_no_score_but_an_error_of_status_1(
     )
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (GSM8K, "gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200"),
+        (CODE | {"max_new_tokens": 199}, "mbpp_plus: a prompt of .* do not fit the model's 200"),
+        (OWN | {"max_new_tokens": 199}, "own: baber/piqa, row .* do not fit the model's 200"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_positions_is_refused_before_the_weights_are_loaded(
+    row: dict[str, Any],
+    message: str,
+    model: Path,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EvaluatedFolder, "load", None)
+    said = error_of(words(model, root, PIQA, row), capsys)
+    assert re.match(f"task {message}", said.replace(str(root), ""))
+
+
 def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """256 new tokens do not fit the model's 200 positions, which shows only when GSM8K
+    """An answer of 1,000 letters cannot be scored, which shows only when HellaSwag
     runs.
     """
-    said = error_of(words(model, root, PIQA, GSM8K), capsys)
-    assert said.startswith(
-        "task gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200"
-        " positions"
-    )
+
+    def endings(*texts: str) -> None:
+        rows = rows_of("Rowan/hellaswag", 3)
+        rows[0]["endings"] = [*texts, "waits.", "sings."]
+        splits = {"train": rows, "validation": rows}
+        write_repository(root / "Rowan/hellaswag", {"default": splits})
+
+    endings("y" * 1000, "eats.")
+    said = error_of(words(model, root, PIQA, HELLASWAG), capsys)
+    assert said.startswith("task hellaswag: an answer of 1")
+    assert "cannot be scored; the model has 200 positions" in said
     assert said.endswith("(the finished task is kept; run again to continue)")
     (kept,) = (root.parent / "out" / FINISHED_TASKS).iterdir()
     assert kept.name.startswith("piqa-")
@@ -337,7 +371,8 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
         "cache": root.parent / "out" / FINISHED_TASKS,
         "output": root.parent / "other",
     }
-    assert main(words(model, root, PIQA, GSM8K | {"max_new_tokens": 2}, **cache)) == 0
+    endings("flies.", "eats.")
+    assert main(words(model, root, PIQA, HELLASWAG, **cache)) == 0
     # not run again
     assert (
         read_json(root.parent / "other/results.json")["tasks"]["piqa"]["value"] == 0.25

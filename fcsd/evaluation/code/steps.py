@@ -58,6 +58,17 @@ def check_server(
     served.server.refuse(served.server.context_rule(row.task, num_tokens, "completion"))
 
 
+def check_positions(
+    row: CodeTaskConfig,
+    items: Sequence[Problem],
+    limit: int | None,
+    config: Any,
+    tokenizer: Any,
+) -> None:
+    """Refuse prompts that leave no room for their programs."""
+    prompt_tokens(config, tokenizer, prompt_texts(tokenizer, items, row), row)
+
+
 def run(
     row: CodeTaskConfig,
     items: Sequence[Problem],

@@ -207,13 +207,18 @@ class LanguageModel(HFLM):
         for request in requests:
             context, settings = request.args
             new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
-            if new >= self.max_length:
-                raise UserError(
-                    f"max_new_tokens {new} leave no room for a prompt in the model's"
-                    f" {self.max_length} positions; lower max_new_tokens"
-                )
+            check_room(new, self.max_length)
             if len(self.tok_encode(context)) > self.max_length - new:
                 self.cut.add(context)
+
+
+def check_room(max_new_tokens: int, positions: int) -> None:
+    """Raise UserError where answers leave no room for a prompt."""
+    if max_new_tokens >= positions:
+        raise UserError(
+            f"max_new_tokens {max_new_tokens} leave no room for a prompt in the model's"
+            f" {positions} positions; lower max_new_tokens"
+        )
 
 
 class InMemory(LanguageModel):

@@ -13,6 +13,7 @@ from fcsd.evaluation.backend import Backend, Served
 from fcsd.evaluation.config import KINDS, LMEvalTaskConfig, SuiteConfig, items_limit
 from fcsd.evaluation.lm_eval import tasks
 from fcsd.evaluation.steps import Answered, Context
+from fcsd.model.load import num_positions
 
 Tasks = dict[str, Any]
 
@@ -54,6 +55,20 @@ def check_server(
     )
     with errors_begin(f"task {row.task}: "):
         served.language_model.look(row, items, limit)
+
+
+def check_positions(
+    row: LMEvalTaskConfig, items: Tasks, limit: int | None, config: Any, tokenizer: Any
+) -> None:
+    """Refuse answers that leave no room for a prompt; a longer prompt is cut."""
+    positions = num_positions(config)
+    if positions is None or not KINDS[row.kind].writes:
+        return
+    from fcsd.evaluation.lm_eval.model import check_room
+
+    with errors_begin(f"task {row.task}: "):
+        for task in items.values():
+            check_room(tasks.generation(task)["max_new_tokens"], positions)
 
 
 def run(

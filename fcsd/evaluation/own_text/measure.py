@@ -237,7 +237,7 @@ def write(
     """Continue the prompts, the n-th of all with the n-th seed. first: the number of
     the first one.
     """
-    _check_positions(row, prompts, backend.config)
+    check_positions(row, prompts, backend.config)
     ends, sampling = backend.ends, None
     if temperature:
         # Padding rows of the head are no tokens.
@@ -265,9 +265,12 @@ def cut(tokens: Sequence[int], ends: Sequence[int]) -> Written:
     return Written(text, bool(text) and text[-1] in ends)
 
 
-def _check_positions(
+def check_positions(
     row: OwnTextTaskConfig, prompts: Sequence[Prompt], config: Any
 ) -> None:
+    """Raise UserError where the longest prompt and its text do not fit the positions of
+    a model with this config.
+    """
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
     length, positions = len(longest.tokens), num_positions(config)
     if positions is not None and length + row.max_new_tokens > positions:

@@ -121,8 +121,8 @@ def _prompt(
         return _question(row, number, read, tokenizer)
     if row.chat_template:
         raise UserError(
-            f"{_where(row)} has documents, which a chat template does not take; set"
-            " chat_template: false, or give conversations"
+            f"{_where(row)} has documents, which a chat template does not take; leave"
+            " chat_template (--apply-chat-template) out, or give conversations"
         )
     if isinstance(read, Completion):
         ids = tokenizer(check_text(read.prompt))["input_ids"]

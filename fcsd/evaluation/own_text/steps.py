@@ -67,6 +67,19 @@ def check_server(
     )
 
 
+def check_positions(
+    row: OwnTextTaskConfig,
+    items: Sequence["Prompt"],
+    limit: int | None,
+    config: Any,
+    tokenizer: Any,
+) -> None:
+    """Refuse prompts whose texts do not fit."""
+    from fcsd.evaluation.own_text.measure import check_positions
+
+    check_positions(row, items, config)
+
+
 def run(
     row: OwnTextTaskConfig,
     items: Sequence["Prompt"],

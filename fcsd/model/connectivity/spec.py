@@ -237,6 +237,19 @@ def changed_by(config: Any) -> str | None:
     return "calibrated" if CALIBRATED in values else None
 
 
+def is_converted(config: Any) -> bool:
+    """Tell whether a config, or its dictionary, says that layers are rewired."""
+    values = config if isinstance(config, Mapping) else vars(config)
+    return bool((values.get("farskip") or {}).get("layers"))
+
+
+def is_original(config: Any) -> bool:
+    """Tell whether a config, or its dictionary, says nothing of a conversion, or of a
+    training or calibration by fcsd.
+    """
+    return not is_converted(config) and changed_by(config) is None
+
+
 def connectivity_of(
     layers: Selection | Connectivity | None, attention: Any, mlp: Any
 ) -> Connectivity | None:

@@ -20,6 +20,7 @@ from fcsd.evaluation.own_text.text import equal_beginning, repeated_4grams
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.model.connectivity.load import load_model
+from fcsd.model.connectivity.spec import TRAINED
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
 from tests.support import edited_json, user_error, write_rows
@@ -261,6 +262,8 @@ def test_what_is_missing_is_one_line(
     assert "long.jsonl, row 2: a prompt of 900 tokens" in longer
     assert "take that row out" in longer and "lower max_new" not in longer
     assert "no such folder" in error(texts, options=("--original", tmp_path / "none"))
+    converted = error(texts, options=("--original", place / "all"))
+    assert "all: is named as the original, but is converted itself" in converted
     shutil.copytree(place / "original", tmp_path / "foreign")
     tiny_tokenizer(300).save_pretrained(tmp_path / "foreign")
     with edited_json(tmp_path / "foreign/tokenizer.json") as tokenizer:
@@ -269,6 +272,53 @@ def test_what_is_missing_is_one_line(
     said = error(texts, options=("--original", tmp_path / "foreign"))
     assert "the original: its tokenizer is not the model's: 2 tokens" in said
     assert "name the model that this one was converted from" in said
+
+
+def test_a_model_that_is_not_converted_is_its_own_original(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert evaluate(place, "original", out, "--limit", "2") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "original: is not converted, and no original is named" in said
+    rows = read_result(out)[0]["tasks"]
+    assert {row["value"] for row in rows.values()} == {0.0}
+    # Weights that fcsd has trained are no original.
+    shutil.copytree(place / "original", place / "trained")
+    with edited_json(place / "trained/config.json") as config:
+        config[TRAINED] = {}
+    assert evaluate(place, "trained", tmp_path / "never", "--limit", "2") == 2
+    assert "name that with --original MODEL" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_base_model_is_told_what_to_give_in_place_of_a_chat_suite(
+    place: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The suite of a base model continues real contexts of HellaSwag."""
+    base = tmp_path / "base"
+    shutil.copytree(place / "original", base)
+    for file in base.glob("*token*"):
+        file.unlink()
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    tiny_tokenizer(chat_template=False).save_pretrained(base)
+    with edited_json(base / "config.json") as config:
+        config["max_position_embeddings"] = 512
+
+    def run(suite: str, *options: str) -> int:
+        words = [
+            "evaluate", base, "--suite", suite, "--data-root", shared_data / "hub", "--output", tmp_path / suite,
+            *options,
+        ]  # fmt: skip
+        return main([str(word) for word in words])
+
+    assert run("own_text", "--tasks", "own_text") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "for a base model give --suite own_text_base in place of own_text" in said
+    assert run("own_text_base", "--limit", "2") == 0
+    samples = read_result(tmp_path / "own_text_base")[1]["own_text"]
+    assert samples[0]["prompt"] == "A man is sitting on a roof. he"
 
 
 def own_prompts(folder: Path, example: dict[str, Any], **keys: Any) -> Any:

@@ -104,6 +104,9 @@ def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> No
     assert compared["tasks"]["own_texts"]["verdict"] == "distance"
     with user_error(r"own_texts: compares .*in Python: original="):
         fcsd.evaluate_model(model, **options)
+    assert fcsd.evaluate_model(original, **options)["tasks"] == itself["tasks"]
+    with user_error("original: is named as the original, but is converted itself"):
+        fcsd.evaluate_model(model, original=model, **options)
     with user_error("original: an int; a model in memory"):
         fcsd.evaluate_model(model, original=3, **options)
 
@@ -133,7 +136,7 @@ def test_beside_own_text_a_named_task_that_is_no_headline_counts() -> None:
         {"task": "b", "kind": "likelihood", "metric": "acc,none", "dataset": "o/d"},
     ]
     rows[2]["headline"] = False
-    suite = SuiteConfig(**{"name": "s", "tasks": rows})
+    suite = SuiteConfig(name="s", tasks=rows)
     chosen = chosen_suite(["own", "b"], suite)
     assert [(row.task, row.headline) for row in chosen.tasks] == [
         ("own", False),
