@@ -319,17 +319,18 @@ def write_comparison(
         write_page(text, new / "comparison.html")
 
 
-def verdicts(comparisons: Comparisons) -> list[str]:
+def verdicts(comparisons: Comparisons, more: Sequence[str] = ()) -> list[str]:
     """Return the summary for an impatient reader, as parts of a Markdown page: the mark
-    of a quick look, and one line for each model and kind of tasks.
+    of a quick look, one line for each model and kind of tasks, and more lines.
     """
     look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
-    lines = "\n".join(
-        f"- {line}"
+    lines = [
+        line
         for name, comparison in comparisons.items()
         for line in verdict_lines(name, comparison)
-    )
-    return [*([f"**{look}**"] if look else []), lines]
+    ]
+    listed = "\n".join(f"- {line}" for line in [*lines, *more])
+    return [*([f"**{look}**"] if look else []), listed]
 
 
 def tables(comparisons: Comparisons) -> list[str]:

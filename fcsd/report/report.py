@@ -18,6 +18,7 @@ from fcsd.base.text import calibration_kl_text, fit, fold, stopping_text
 from fcsd.base.writing import is_empty, new_folder, write_json, write_text
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.results import read_result
+from fcsd.evaluation.scores import compare, is_bound
 from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
 from fcsd.planning.layers.study import read_study
@@ -51,7 +52,13 @@ from fcsd.report.training import (
     training_text,
     trainings_table,
 )
-from fcsd.report.verdict import is_distance, outcome, quick_look, verdict_lines
+from fcsd.report.verdict import (
+    is_distance,
+    outcome,
+    quick_look,
+    trained_line,
+    verdict_lines,
+)
 from fcsd.training.sweep import choice_text, edges
 
 SCHEMA_VERSION = 1
@@ -110,6 +117,7 @@ def write_report(
             [name for name in models if name not in training], layout
         ),
         "training": {name: read_manifest(path) for name, path in training.items()},
+        "trained": _trained(recipe, evaluated, training, layout),
         "sweep": (
             read_manifest(layout.sweep)["results"]
             if _is_finished(layout.sweep)
@@ -144,11 +152,12 @@ def write_report(
         )
         write_text(new / "report.md", text)
         write_page(text, new / "report.html")
-    sentences = [
-        line.replace("**", "")
+    lines = [
+        line
         for name, comparison in comparisons.items()
         for line in verdict_lines(name, comparison)
     ]
+    sentences = [line.replace("**", "") for line in [*lines, *_trained_lines(report)]]
     if models and columns is not None:
         table = "\n\n".join([models_table(models, columns), *([look] if look else [])])
     parts = [table, "\n".join(sentences), *written]
@@ -231,6 +240,46 @@ def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
         for name in models
     }
     return {name: kl for name, kl in measured.items() if kl}
+
+
+def _trained(
+    recipe: Recipe,
+    evaluated: Mapping[str, Mapping[str, Any]],
+    training: Mapping[str, Path],
+    layout: RunLayout,
+) -> dict[str, Any]:
+    """Compare what trained models write with what the untrained models write that their
+    trainings began with, where the run has evaluated those: did the training help?
+    """
+    compared = {}
+    for name, path in training.items():
+        start, settings = "converted", read_manifest(path)["settings"]
+        if calibration := settings.get("calibration"):
+            # A variant may begin with weights that are calibrated in another way.
+            ours = recipe.calibration and recipe.calibration.model_dump(mode="json")
+            start = "calibrated" if calibration == ours else ""
+        if not {start, name} <= evaluated.keys():
+            continue
+        rows = [evaluated[model]["result"]["tasks"] for model in (start, name)]
+        tasks = [
+            task
+            for task in rows[0]
+            if is_distance(rows[0][task])
+            and rows[0][task]["value"]
+            and is_bound(rows[0][task]) == is_bound(rows[1][task])
+        ]
+        if tasks and _rewired(layout, start) == _rewired(layout, name):
+            comparison = compare(evaluated[start], evaluated[name], tasks)
+            compared[name] = {"start": start, "tasks": comparison["tasks"]}
+    return compared
+
+
+def _rewired(layout: RunLayout, name: str) -> Any:
+    return read_json(layout.model(name) / "config.json").get("farskip")
+
+
+def _trained_lines(report: Mapping[str, Any]) -> list[str]:
+    return [trained_line(name, **facts) for name, facts in report["trained"].items()]
 
 
 def _training(path: Path) -> str:
@@ -338,7 +387,8 @@ def _markdown(
     stopping = recipe.early_stopping
     parts = [f"# Report of `{recipe.name}`", *opening]
     if report["comparisons"]:
-        parts += ["## Verdict", *verdicts(report["comparisons"])]
+        lines = _trained_lines(report)
+        parts += ["## Verdict", *verdicts(report["comparisons"], lines)]
     parts += [
         "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in"

@@ -184,6 +184,28 @@ def verdict_lines(name: str, comparison: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def trained_line(name: str, start: str, tasks: Mapping[str, Any]) -> str:
+    """Say whether a training has brought what a model writes closer to the original.
+
+    start: the untrained model that the training began with. tasks: own text of the
+    trained model, compared with the start.
+    """
+    outcomes = {
+        "gained": "closer to the original, beyond noise",
+        "lost": "farther from the original, beyond noise",
+    }
+    changes = [
+        f"{task} {NATS.with_error(NATS.signed(row['delta']), row['delta_stderr'])} nats a"
+        f" token (p {p_text(row['p_value'])}):"
+        f" {outcomes.get(row['verdict'], row['verdict'])}"
+        for task, row in tasks.items()
+    ]
+    return (
+        f"**{name}**, along its own samples, against `{start}`, with which its training"
+        f" began: {'; '.join(changes)}."
+    )
+
+
 def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
     """Write two to five sentences on tasks of one kind: the mean, tasks lost and gained
     beyond noise, the loss that noise may hide, tasks at the floor, and the distance of

@@ -106,7 +106,7 @@ def evaluated(whole: dict[str, Any], samples: dict[str, Any], folder: Path) -> N
 @pytest.fixture
 def run(recipe: Recipe) -> Path:
     """Return a run's folder as the stages leave it."""
-    folder = recipe.folder
+    folder = Path(recipe.output_dir)
     for name in SCORES:
         evaluated(*result(name), folder / "evaluate" / name)
     config = {

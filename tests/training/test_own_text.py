@@ -448,7 +448,18 @@ def test_engines_under_which_a_student_cannot_write_are_refused(
         ),
         ({"objective": {"name": "sft", "own_text": 0.5}}, "objective.own_text"),
         ({"objective": {"name": "kl", "own_text": 1.5}}, "objective.own_text"),
-        ({"objective": {"name": "kl", "own_text": 0}}, "objective.own_text"),
+        (
+            {"objective": {"name": "kl", "own_text": 0}},
+            "objective.own_text: a share above 0 is needed; leave it out to train on the",
+        ),
+        (
+            {"objective": {"name": "kl", "own_text_tokens": 6}},
+            "objective: own_text_tokens has no effect without own_text, the share",
+        ),
+        (
+            {"objective": {"name": "jsd", "own_text_batch_size": 4}},
+            "objective: own_text_batch_size has no effect without own_text",
+        ),
     ],
 )
 def test_a_recipe_that_cannot_score_own_text_is_refused(

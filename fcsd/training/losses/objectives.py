@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from fcsd.base.strict import Strict, one_of
 
@@ -195,6 +195,29 @@ class DivergenceObjectiveConfig(ObjectiveBase):
     )
 
     has_teacher = True
+
+    @field_validator("own_text", mode="before")
+    @classmethod
+    def _none_is_left_out(cls, value: Any) -> Any:
+        if value == 0:
+            raise ValueError(
+                "a share above 0 is needed; leave it out to train on the text of the"
+                " data alone"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _settings_have_own_text(self) -> Self:
+        # A record that is read again has every key: those with other values were set.
+        if self.own_text is None:
+            for name, key in type(self).model_fields.items():
+                if name.startswith("own_text_") and getattr(self, name) != key.default:
+                    raise ValueError(
+                        f"{name} has no effect without own_text, the share of rows"
+                        " whose answers the student writes; set that, or leave"
+                        f" {name} out"
+                    )
+        return self
 
 
 class KLObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):

@@ -50,12 +50,20 @@ def test_a_run_measures_and_reports_what_each_of_its_models_writes(
         assert result["mean"] == result["tasks"]["tiny_choice"]["value"]
     row = report["comparisons"]["fcsd"]["tasks"]["own"]
     assert row["verdict"] == "distance" and row["converted"] == values["fcsd"]
+    # Whether the training helped: the trained model against the one that it began with.
+    trained = report["trained"]["fcsd"]
+    (own,) = trained["tasks"].values()
+    assert trained["start"] == "converted"
+    assert own["delta"] == pytest.approx(values["fcsd"] - values["converted"])
     page = (folder / "report/report.md").read_text()
+    began = "against `converted`, with which its training began: own "
+    assert f"- **fcsd**, along its own samples, {began}{own['delta']:+.3f} ±" in page
     assert f"{values['fcsd']:.3f}" in page and "own.png" in page
     assert "own_text_kl: KL(model || original) in nats a token" in page
     assert (folder / "report/own.png").is_file()
     # At the end of what is printed, and on the page: one line of each model.
     told = capsys.readouterr().out
+    assert f"fcsd, along its own samples, {began}" in " ".join(told.split())
     assert f"{values['fcsd']:.3f} ±" in told
     for text in (told, page):
         shown = text[text.index("own, first prompt, greedy: `") :].splitlines()
