@@ -7,13 +7,15 @@ replace the stock ones. Each process that reads a config checks that they do: ot
 the stock class would load the same weights and serve a different model.
 """
 
+import functools
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import transformers
 
-from fcsd_sglang.families import FAMILIES, ONLY_OURS, REFUSED, ROWS
+from fcsd_sglang.families import FAMILIES, ONLY_OURS, REFUSED, ROWS, Row
 from fcsd_sglang.versions import EngineError, check_version, installed
 from fcsd_vllm.configs import make_config_class
 from fcsd_vllm.families import Family
@@ -67,11 +69,33 @@ def _with_rope(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _with_one_rope(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config with the RoPE of one type of layers as that of all;
+    without `rope_parameters`, it is in fields of its own.
+    """
+    rope = (fields.get("rope_parameters") or {}).get(kind) or {
+        "rope_type": "default",
+        **{
+            name: fields[name]
+            for name in ("rope_theta", "partial_rotary_factor")
+            if name in fields
+        },
+    }
+    return {**fields, "rope_parameters": rope}
+
+
+def _complete(row: Row) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that adds to a family's fields what SGLang reads."""
+    if row.rope:
+        return functools.partial(_with_one_rope, row.rope)
+    return _with_rope if row.config else dict
+
+
 CLASSES: dict[str, Any] = {
     family.farskip_type: make_config_class(
         family,
         base=_base(family),
-        complete=_with_rope if ROWS[family.model_type].config else dict,
+        complete=_complete(ROWS[family.model_type]),
         module=__name__,
         base_architecture=True,
         check=check_server,

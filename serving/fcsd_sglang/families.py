@@ -4,8 +4,22 @@ Standard library only.
 
 from dataclasses import dataclass, replace
 
-from fcsd_vllm.families import FAMILIES as ALL
+from fcsd_vllm.families import FAMILIES as IN_VLLM
 from fcsd_vllm.families import Family
+
+_HUNYUAN = Family(  # vLLM has no model file of it
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1Config",
+    "HunYuanMoEV1ForCausalLM",
+    defaults=(
+        ("moe_intermediate_size", None),
+        ("num_shared_expert", 1),
+        ("use_mixed_mlp_moe", True),
+        ("use_qk_norm", True),
+    ),
+)
+ALL: dict[str, Family] = {**IN_VLLM, _HUNYUAN.model_type: _HUNYUAN}
+"""Every family that one of the two engines serves."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +34,11 @@ class Row:
     """What passes between layers: the engine's residual stream with boundaries that
     sum (`boundary`), hidden states and residual as in vLLM (`pair`), or the stream
     itself (`stream`)."""
-    gives_pair: bool = False
-    """Whether layers return a second value that the next one does not need."""
+    gives_more: bool = False
+    """Whether layers return one more value, which the next one does not need."""
     attention: tuple[str, ...] = ("self_attn",)
-    """Attributes of a layer that compute its attention, modules or methods; each layer
-    of a hybrid model has one of them."""
+    """Attributes of a layer that compute its attention, modules or methods, alone or
+    as the first of a tuple; each layer of a hybrid model has one of them."""
     routed: str = "forward_normal"
     """Method of a MoE block that gives the routed output once shared experts are taken
     out; of a tuple the last."""
@@ -36,6 +50,9 @@ class Row:
     config: str = ""
     """Module below `sglang.srt.configs` with the class that SGLang reads instead of the
     one of transformers."""
+    rope: str = ""
+    """Type of layers whose RoPE the config has to give as that of all; SGLang reads
+    that of the others elsewhere."""
     requires: tuple[tuple[str, object, str], ...] = ()
     """(config field, the one value that SGLang computes rightly, what it does with
     others)."""
@@ -69,8 +86,8 @@ ROWS: dict[str, Row] = {
     "mixtral": Row("mixtral", routed="forward"),
     "olmoe": Row("olmoe", loop="pair", routed="forward"),
     # The second value has the indices of sparse attention, although these have none.
-    "deepseek_v2": Row("deepseek_v2", gives_pair=True),
-    "deepseek_v3": Row("deepseek_v2", gives_pair=True),
+    "deepseek_v2": Row("deepseek_v2", gives_more=True),
+    "deepseek_v3": Row("deepseek_v2", gives_more=True),
     "glm4_moe": Row("glm4_moe"),
     "gpt_oss": Row("gpt_oss"),
     "ernie4_5_moe": Row(
@@ -85,10 +102,20 @@ ROWS: dict[str, Row] = {
     "lfm2_moe": Row(
         "lfm2_moe",
         loop="stream",
-        gives_pair=True,
+        gives_more=True,
         attention=("self_attn", "conv"),
         routed="forward",
     ),
+    "hunyuan_v1_moe": Row(
+        "hunyuan",
+        loop="pair",
+        gives_more=True,
+        routed="forward",
+        shared="shared_mlp",
+        ranks="tp_size",
+        requires=(("use_cla", False, "its layers share keys and values"),),
+    ),
+    "mimo_v2_flash": Row("mimo_v2", rope="full_attention"),
 }
 """Model type of the base -> row."""
 

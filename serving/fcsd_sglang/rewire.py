@@ -200,14 +200,22 @@ def _make_forward(schedule: Schedule, mixer: str, row: Row) -> Callable[..., Any
             hidden_states=read,
             **{name: arguments[name] for name in takes if name in arguments},
         )
+        if isinstance(attended, tuple):
+            attended = attended[0]
         get_attn_tp_context().clear_attn_inputs()
         outputs = schedule.after_attention(schedule.scaled(attended), base, routed)
+        values: tuple[Any, ...]
         if schedule.carries and not schedule.ends_stage:
-            out: Any = InFlight(*outputs)
-            return (out, None) if row.gives_pair or row.loop == "pair" else out
-        stream, update = schedule.finished(*outputs) if schedule.carries else outputs
-        out = leave(stream, update, arguments["forward_batch"])
-        return (out, None) if row.gives_pair else out
+            values = (InFlight(*outputs),)
+            if row.loop == "pair":
+                values += (None,)
+        else:
+            if schedule.carries:
+                outputs = schedule.finished(*outputs)
+            values = leave(*outputs, arguments["forward_batch"])
+        if row.gives_more:
+            values += (None,)
+        return values if len(values) > 1 else values[0]
 
     return forward
 
@@ -234,10 +242,12 @@ def _enter_boundary(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
     return base, routed, read
 
 
-def _leave_boundary(stream: torch.Tensor, update: torch.Tensor, batch: Any) -> Any:
+def _leave_boundary(
+    stream: torch.Tensor, update: torch.Tensor, batch: Any
+) -> tuple[Any, ...]:
     boundary = stream_of(batch)
     boundary.write(stream)
-    return boundary.record(update, PLAIN_ADD)
+    return (boundary.record(update, PLAIN_ADD),)
 
 
 def _enter_pair(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
@@ -250,7 +260,9 @@ def _enter_pair(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
     return base, None, read
 
 
-def _leave_pair(stream: torch.Tensor, update: torch.Tensor, batch: Any) -> Any:
+def _leave_pair(
+    stream: torch.Tensor, update: torch.Tensor, batch: Any
+) -> tuple[Any, ...]:
     return update, stream
 
 
@@ -261,8 +273,10 @@ def _enter_stream(schedule: Schedule, arguments: dict[str, Any]) -> _Entered:
     return hidden_states, None, schedule.norms[0](hidden_states)
 
 
-def _leave_stream(stream: torch.Tensor, update: torch.Tensor, batch: Any) -> Any:
-    return stream + update
+def _leave_stream(
+    stream: torch.Tensor, update: torch.Tensor, batch: Any
+) -> tuple[Any, ...]:
+    return (stream + update,)
 
 
 def _received(schedule: Schedule, before: InFlight) -> _Entered:
@@ -271,7 +285,7 @@ def _received(schedule: Schedule, before: InFlight) -> _Entered:
     return base, before.routed, read
 
 
-_LOOPS: dict[str, tuple[Callable[..., _Entered], Callable[..., Any]]] = {
+_LOOPS: dict[str, tuple[Callable[..., _Entered], Callable[..., tuple[Any, ...]]]] = {
     "boundary": (_enter_boundary, _leave_boundary),
     "pair": (_enter_pair, _leave_pair),
     "stream": (_enter_stream, _leave_stream),

@@ -171,6 +171,13 @@ _ROWS = (
             ("use_qk_norm", True),  # without it, SGLang leaves out these norms
         ),
     ),
+    # its layers read the names of the published config, beside those of transformers
+    Family(
+        "mimo_v2_flash",
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        defaults=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+    ),
     Family(
         "granitemoe",
         "GraniteMoeConfig",

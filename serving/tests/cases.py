@@ -19,9 +19,11 @@ MANY = (
 """Families of which every connectivity is always made, and all, half and gap are run."""
 FEW = (
     "ernie4_5_moe", "minimax_m2", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4_text", "gemma4",
-    "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_moe",
+    "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_moe", "mimo_v2_flash",
 )  # fmt: skip
 """Families of which one rank runs all layers; the rest needs FCSD_SERVING_BREADTH=1."""
+ONLY_IN_SGLANG = ("hunyuan_v1_moe",)
+"""vLLM runs all layers of it in its Transformers backend."""
 WRAPPERS = ("qwen3_5_moe", "gemma4")
 """Those of them whose layers are those of another one, and run on one rank only."""
 LAYERS = ("all", "half", "gap")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import BREADTH, FEW, IN_SGLANG_CASES
+from cases import BREADTH, FEW, IN_SGLANG_CASES, ONLY_IN_SGLANG
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
@@ -117,6 +117,26 @@ SIZES: dict[str, dict[str, Any]] = {
     # the engine knows no biases in o_proj and shared experts
     "ernie4_5_moe": {**_HEADS, **_EXPERTS, "use_bias": False},
     "minimax_m2": {**_HEADS, "intermediate_size": 64, "rotary_dim": 16},
+    "hunyuan_v1_moe": {**_HEADS, "intermediate_size": 64},
+    "mimo_v2_flash": {
+        **_HEADS,
+        **_EXPERTS,
+        "v_head_dim": 32,  # others have kernels for GPUs only
+        "num_local_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "sliding_window": 4097,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "rope_parameters": {
+            kind: {
+                "rope_type": "default",
+                "rope_theta": theta,
+                "partial_rotary_factor": 0.5,
+            }
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
     "granitemoe": {"intermediate_size": 64},
     "granitemoeshared": {"intermediate_size": 64, "shared_intermediate_size": 128},
     "granitemoehybrid": {
@@ -165,8 +185,6 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
         f"{family}-mixed": (family, Connectivity("all", mlp=[1, 3]))
         for family in ("qwen2_moe", "deepseek_v2", "glm4_moe", "gpt_oss")
     },
-    "hunyuan_v1_moe-original": ("hunyuan_v1_moe", None),  # the plugin has no row of it
-    "hunyuan_v1_moe-all": ("hunyuan_v1_moe", Connectivity("all")),
 }
 PUBLISHED = {"instella_moe-amd": "instella_moe-all"}
 """Name of a checkpoint in the keys of AMD's -> checkpoint of the same model in ours."""
@@ -195,7 +213,9 @@ def make(case: str, folder: Path, *, ranks: bool = True) -> None:
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
     wanted = {"reference.npz": PROMPT_TOKENS}
-    whole = case.endswith(("-all", "-original")) and (BREADTH or family not in FEW)
+    whole = case.endswith(("-all", "-original")) and (
+        BREADTH or family not in (*FEW, *ONLY_IN_SGLANG)
+    )
     if ranks and (family in DATA_PARALLEL or whole):
         wanted["data_parallel.npz"] = DATA_PARALLEL_TOKENS
     for name, lengths in wanted.items():
@@ -216,7 +236,35 @@ def make_original(place: Path, family: str, **sizes: Any) -> None:
             if (token := getattr(model.config, name, None)) is not None:
                 head[token] = 0
     model.save_pretrained(place)
+    if family == "mimo_v2_flash":
+        _add_published_names(place / "config.json")
     tiny_tokenizer(VOCABULARY).save_pretrained(place)
+
+
+def _add_published_names(file: Path) -> None:
+    """Write MiMo's config as published: engines read these names, which transformers
+    does not write.
+    """
+    config = json.loads(file.read_text())
+    rope = config["rope_parameters"]
+    published = {
+        "hybrid_layer_pattern": [
+            int(kind == "sliding_attention") for kind in config["layer_types"]
+        ],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "sliding_window_size": config["sliding_window"] - 1,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+    }
+    file.write_text(json.dumps(config | published))
 
 
 def make_latent(folder: Path, place: Path) -> None:
@@ -437,7 +485,7 @@ def wanted_cases() -> list[str]:
         case
         for case in (*CASES, *VARIANTS)
         if BREADTH
-        or case.partition("-")[0] not in FEW
+        or case.partition("-")[0] not in (*FEW, *ONLY_IN_SGLANG)
         or case.endswith(("-all", "-original"))
     ]
 

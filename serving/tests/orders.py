@@ -46,6 +46,15 @@ wait attention.2 | all_reduce | attention 3 | start attention.3 | wait routed.2 
 wait attention.3 | wait routed.3
 """
 
+# The engine sums squares over ranks before the last matmul of Mamba layers, 0 and 2.
+MAMBA = """
+attention 0 | all_reduce | shared 0 | start attention.0 | experts 0 | start routed.0
+wait attention.0 | attention 1 | wait routed.0 | shared 1 | start attention.1 | experts 1 | start routed.1
+wait attention.1 | attention 2 | all_reduce | wait routed.1 | shared 2 | start attention.2 | experts 2 | start routed.2
+wait attention.2 | attention 3 | wait routed.2 | shared 3 | start attention.3 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
 # A sum ends where a norm follows it: dense MLP and experts are one, attention's hides behind both.
 NORMED = """
 attention 0 | start attention.0 | shared 0 | experts 0 | start routed.0 | wait attention.0
@@ -88,9 +97,10 @@ shared 3 | experts 3 | start routed.3 | wait routed.3
 OF_FAMILY = {
     **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe"), PLAIN),
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "llama4_text", "llama4"), SHARED),
-    **dict.fromkeys(("granitemoeshared", "granitemoehybrid"), SHARED),
+    "granitemoeshared": SHARED, "granitemoehybrid": MAMBA,
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe"), SHARED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "instella_moe"), DENSE_FIRST),
+    "hunyuan_v1_moe": SHARED, "mimo_v2_flash": DENSE_FIRST_PLAIN,
     "ernie4_5_moe": DENSE_FIRST, "gemma4_text": NORMED, "gemma4": NORMED, "lfm2_moe": DENSE_FIRST_PLAIN,
     "minimax_m2": NORMED_QUERIES,
 }  # fmt: skip

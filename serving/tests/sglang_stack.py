@@ -84,6 +84,11 @@ def _publish(folder: Path) -> Any:
             gpu_id=0,
         )
     model_config = ModelConfig.from_server_args(arguments)
+    text = model_config.hf_text_config
+    # what the engine adds on a CPU
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(text, name):
+            setattr(text, f"{name}_cpu", getattr(text, name))
     bootstrap.init_layer_runtime(model_config=model_config)
     return model_config
 
@@ -116,7 +121,8 @@ def load(folder: Path, original: Path) -> Any:
             arguments = {**dict(zip(names, given, strict=False)), **named}
             read, positions = arguments["hidden_states"], arguments.get("positions")
             # this rank's part of the sum
-            return _attend(base, k, read[None], positions)[0] / ranks
+            out = _attend(base, k, read[None], positions)[0] / ranks
+            return (out, None) if "kv_states" in names else out
 
         setattr(owner, name, attention)
     return model
@@ -152,9 +158,12 @@ def _attend(base: Any, k: int, hidden_states: Any, positions: Any) -> Any:
     if kinds and kinds[k] == "sliding_attention":
         mask = masking_utils.create_sliding_window_causal_mask
     rotary = getattr(base, "rotary_emb", None) or base.pos_emb
+    by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
     return attention(
         hidden_states=hidden_states,
-        position_embeddings=rotary(hidden_states, positions[None]),
+        position_embeddings=rotary(
+            hidden_states, positions[None], *([kinds[k]] if by_kind else [])
+        ),
         attention_mask=mask(
             base.config, hidden_states, None, None, position_ids=positions[None]
         ),
@@ -173,8 +182,11 @@ def logprobs(model: Any, tokens: Any) -> torch.Tensor:
         forward_mode=ForwardMode.EXTEND,
         input_ids=tokens,
         attn_cp_metadata=None,
+        return_hidden_states_before_norm=False,
     )
     hidden = model.model(tokens, torch.arange(len(tokens)), batch)
+    if isinstance(hidden, tuple):  # also what the last norm reads
+        hidden = hidden[0]
     logits = hidden @ model.lm_head.weight.T
     logits = logits / getattr(model.config, "logits_scaling", 1)
     if torch.distributed.get_world_size() > 1:

@@ -111,6 +111,7 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(
         "deepseek_v3-gap",
         "glm4_moe-mlp_full",
         "ernie4_5_moe-all",  # its blocks sum themselves
+        "hunyuan_v1_moe-all",  # these too, and return keys and values
         "granitemoeshared-all",
         "qwen3_5_moe_text-gap",
     ]
@@ -201,6 +202,7 @@ def run_engine(
         ("mixtral-all", {}),
         ("olmoe-all", {}),
         ("ernie4_5_moe-all", {}),
+        ("hunyuan_v1_moe-all", {}),
         ("granitemoe-all", {}),
         ("granitemoeshared-all", {}),
     ],
