@@ -138,7 +138,9 @@ def test_readme_says_of_real_weights_what_their_table_says() -> None:
     original, fcsd = (float(real[name][6]) for name in ("original", "fcsd"))
     assert f"the mean score falls from {original} to {fcsd}" in flat(PAGES["README.md"])
     untrained, trained = (own[name][1].split()[0] for name in ("converted", "fcsd"))
-    assert f"own-text KL falls from {untrained} to {trained}" in flat(PAGES["README.md"])
+    assert f"own-text KL falls from {untrained} to {trained}" in flat(
+        PAGES["README.md"]
+    )
 
 
 def test_readme_quotes_the_front() -> None:

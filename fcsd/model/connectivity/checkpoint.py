@@ -383,7 +383,12 @@ def _read_config(
 
 def check_model_types(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError where a config or a section of it has a `model_type` that is not
-    text."""
+    text, or where the section of the text model is none."""
+    if not isinstance(text := config.get("text_config"), dict | None):
+        raise UserError(
+            f"{where}: text_config must be an object, got {str(text)[:80]}; fetch the"
+            " config again"
+        )
     # transformers builds a section (`text_config`) as its own type says.
     sections = [
         ("", config),

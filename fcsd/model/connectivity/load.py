@@ -31,6 +31,7 @@ from fcsd.model.connectivity.modeling import (
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.dtypes import PLAIN
 from fcsd.model.families import Family, family_of, moe_mask
+from fcsd.model.families.sizes import check_sizes, null_sizes, refused_config
 from fcsd.model.quantised.methods import (
     dequantise_advice,
     is_dequantised_here,
@@ -442,10 +443,8 @@ def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
             config = config_class.from_pretrained(checkpoint.folder)
     # transformers' strict configs raise many kinds for a wrong field
     except Exception as error:
-        reason = one_line(error)
-        raise UserError(
-            f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}"
-        ) from None
+        where = str(checkpoint.folder / CONFIG)
+        raise refused_config(checkpoint.config, error, where) from None
     dtype = getattr(config, "dtype", None)
     if not isinstance(dtype, torch.dtype | str | dict | None):
         raise UserError(
@@ -453,9 +452,10 @@ def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
     try:
-        family_of(config)
+        family = family_of(config)
     except UserError as error:
         raise UserError(f"{checkpoint.folder}: {error}") from None
+    check_sizes(config, family, str(checkpoint.folder / CONFIG))
     return config
 
 
@@ -485,7 +485,8 @@ def build_on_meta(checkpoint: Checkpoint, config: Any, cls: Any) -> Any:
     except Exception as error:  # a number that no model can have: 0 heads, say
         where = checkpoint.folder / CONFIG
         raise UserError(
-            f"{where}: no {cls.__name__} can be built from it: {one_line(error)}"
+            f"{where}: no {cls.__name__} can be built from it{null_sizes(config)}:"
+            f" {one_line(error)}"
         ) from None
 
 

@@ -2,7 +2,7 @@
 there are any.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from fcsd.model.connectivity.checkpoint import (
     files_like,
     local_folder,
 )
+from fcsd.model.families import FAMILIES
+from fcsd.model.families.sizes import check_sizes, null_sizes, refused_config
 from fcsd.model.inspect.memory import BYTES
 from fcsd.model.inspect.shipped import shipped_config, shipped_ids
 from fcsd.model.preserve import without_advice
@@ -212,7 +214,7 @@ def config_object(
     config_class: Any, raw: Mapping[str, Any], model_type: str, where: str
 ) -> Any:
     """Build transformers' config of the unconverted model from a `config.json`; errors
-    name `where`.
+    name `where`. Sizes of a known family are checked (`check_sizes`).
     """
     # The base family's class does not know the keys of a conversion.
     added_keys = ("farskip", "auto_map", *INSTELLA_KEYS)
@@ -221,11 +223,27 @@ def config_object(
     }
     try:
         with without_advice():
-            return config_class.from_dict(decoded_floats(values))
+            config = config_class.from_dict(decoded_floats(values))
     # transformers' strict configs raise many kinds of errors for a wrong field.
     except Exception as error:
+        raise refused_config(raw, error, where) from None
+    if (family := FAMILIES.get(model_type)) is not None:
+        check_sizes(config, family, where)
+    return config
+
+
+def build_regular(build: Callable[[Any], Any], config: Any, where: str) -> Any:
+    """Build the model of a config object; raises UserError, which names `where`, if
+    transformers cannot.
+    """
+    try:
+        with without_advice():
+            return build(config)
+    # Code of every family, with values that no check knows.
+    except Exception as error:
         raise UserError(
-            f"{where}: transformers refuses it: {one_line(error)}"
+            f"{where}: transformers cannot build it{null_sizes(config)}:"
+            f" {one_line(error)}"
         ) from None
 
 

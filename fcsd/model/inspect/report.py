@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import UserError
 from fcsd.model.connectivity.aliases import (
     check_described,
     from_instella,
@@ -27,6 +27,7 @@ from fcsd.model.families import (
 )
 from fcsd.model.inspect.checkpoint import (
     Source,
+    build_regular,
     checkpoint_dtype,
     config_object,
     find_source,
@@ -159,6 +160,8 @@ def _of_a_family(
     raw: Mapping[str, Any], family: Family, source: Source
 ) -> dict[str, Any]:
     """Return the facts about a checkpoint of a listed family."""
+    import torch
+
     from fcsd.model.connectivity.modeling import classes_of
     from fcsd.model.inspect.parameters import count_parameters
 
@@ -168,9 +171,9 @@ def _of_a_family(
     mask = moe_mask(config, family)
     text = text_config(config, family)
     experts, per_token = expert_counts(text)
-    parameters = count_parameters(
-        _on_meta(cls._from_config, config, source), family, experts, per_token
-    )
+    with torch.device("meta"):
+        model = build_regular(cls._from_config, config, source.where)
+    parameters = count_parameters(model, family, experts, per_token)
     # The family is listed, but this model of it may be dense, or have a part that is
     # not supported.
     reason = None
@@ -247,18 +250,6 @@ def _reason(error: UserError) -> str:
     list_begin = r"; (?:the nearest|choose an MoE model|`fcsd families`)"
     text = re.split(list_begin, str(error))[0]
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
-
-
-def _on_meta(build: Any, config: Any, source: Source) -> Any:
-    import torch
-
-    try:
-        with without_advice(), torch.device("meta"):
-            return build(config)
-    except Exception as error:
-        raise UserError(
-            f"{source.where}: transformers cannot build it: {one_line(error)}"
-        ) from None
 
 
 def _count_largest(config: Any) -> int | None:

@@ -386,7 +386,7 @@ def _calibration(
     if calibrated_recipe.calibration is None:
         return
     trace, config = job.trace, job.training.config
-    counts = expert_counts(SimpleNamespace(**config.get("text_config", config)))
+    counts = expert_counts(SimpleNamespace(**(config.get("text_config") or config)))
     flops = calibration_flops(
         forward=sum(trace.flops["activations"].values()) / job.tokens,
         tokens=calibrated_recipe.calibration.tokens,

@@ -350,7 +350,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     # and values.
     length = 1 if settings.phase == "decode" else settings.length
     # A batch far beyond the memory, before it is traced, where sizes would overflow.
-    hidden_size = config.get("text_config", config).get("hidden_size") or 1
+    hidden_size = (config.get("text_config") or config).get("hidden_size") or 1
     stream = 2 * settings.batch * length * hidden_size
     memory = machine.gpu.memory_gb * 1e9
     if stream > memory:

@@ -47,7 +47,9 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
     config: its `config.json`. has_fp8: the GPU has FP8 matmuls; without them FP8
     weights are read in FP8 and multiplied in bfloat16.
     """
-    quantisation = config.get(FIELD) or config.get("text_config", {}).get(FIELD) or {}
+    quantisation = (
+        config.get(FIELD) or (config.get("text_config") or {}).get(FIELD) or {}
+    )
     try:
         stored = _stored(quantisation, has_fp8)
         # DeepSeek-V4 keeps it beside the quantisation of the other weights.

@@ -19,7 +19,12 @@ from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
-from fcsd.model.inspect.checkpoint import checkpoint_dtype, config_object, find_source
+from fcsd.model.inspect.checkpoint import (
+    build_regular,
+    checkpoint_dtype,
+    config_object,
+    find_source,
+)
 from fcsd.model.load import load_tokenizer
 from fcsd.model.quantised.methods import without_quantisation
 from fcsd.parallel.engine import checkpoints_activations
@@ -150,10 +155,11 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     attention = "eager" if training.attention == "eager" else "sdpa"
     if not getattr(cls, "_supports_sdpa", True):
         attention = "eager"
+    build = functools.partial(cls._from_config, attn_implementation=attention)
     return (
         family,
         config,
-        lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention),
+        lambda: build_regular(build, copy.deepcopy(config), training.where),
     )
 
 

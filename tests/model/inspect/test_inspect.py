@@ -32,6 +32,16 @@ def config_only(folder, model_type, **overrides):
     return folder
 
 
+def damaged(**changes):
+    """Return what writes the config of a small Qwen3 with these values."""
+
+    def write(folder):
+        config = tiny_config("qwen3_moe").to_dict() | changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return write
+
+
 HAND = {  # model type -> part -> parameters, written out from the tiny configuration
     "qwen2_moe": {
         "embeddings": V * D,
@@ -400,6 +410,9 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path):
          "model_type 'farskip_mixtral' without the field farskip"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": "two"}'),
          "config.json: transformers refuses it: "),
+        (damaged(num_experts_per_tok=500),
+         "num_experts_per_tok must be from 1 to 8, the number of experts in a layer, got 500"),
+        (damaged(text_config="none"), "config.json: text_config must be an object, got none"),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_no_checkpoint_is_refused(prepare, message, tmp_path, capsys):

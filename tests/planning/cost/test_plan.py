@@ -13,7 +13,7 @@ from benchmarks.plan import ON_300X, ON_VLLM, STEPS, TRAINING, V2, V3, at
 from benchmarks.plan import planned as published
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
+from fcsd.base.files import read_json, write_json
 from fcsd.cli.main import main
 from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
@@ -814,6 +814,25 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             "measured for all-to-all, but without --dp decode uses all-reduces",
         ),
         "dense": ([str(tmp_path / "dense")], "'llama' is a dense model"),
+        "top-k": (
+            [damaged(tmp_path / "top", num_experts_per_tok=500)],
+            "top/config.json: num_experts_per_tok must be from 1 to 64, the number of experts in a layer, got 500",
+        ),
+        "no heads": (
+            [damaged(tmp_path / "heads", num_attention_heads=0)],
+            "heads/config.json: num_attention_heads must be at least 1, got 0; correct it, or fetch the config again",
+        ),
+        "text as a number": (
+            [damaged(tmp_path / "base", rope_theta="abc")],
+            "base/config.json: rope_theta must be a number above 0, got 'abc'",
+        ),
+        "no base": (
+            [damaged(tmp_path / "empty", rope_theta=None)],
+            "empty/config.json: transformers cannot build it (without a value: rope_theta): unsupported operand",
+        ),
+        "no section": (
+            [damaged(tmp_path / "text", text_config=[1])], "text/config.json: text_config must be an object, got [1]",
+        ),
         "ranks of stages": ([model, "--tp", "2", "--pp", "3"], "--tp 2 --pp 3: 6 ranks do not divide the 8 GPUs"),
         "tokens of ranks": ([model, "--tp", "8", "--length", "12"], "--tp 8: does not divide the 12 tokens of a"),
         "more stages than layers": ([model, "--pp", "8"], f"--pp 8: {model}/config.json has 4 layers"),
@@ -920,6 +939,14 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
         "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, but the model has 4"),
     }  # fmt: skip
+
+
+def damaged(folder: Path, **changes: Any) -> str:
+    """Return a folder with the config of DeepSeek-V2-Lite and these values."""
+    folder.mkdir()
+    config = read_json(CONFIGS / "DeepSeek-V2-Lite.json") | changes
+    write_json(folder / "config.json", config)
+    return str(folder)
 
 
 def test_what_cannot_be_planned_is_one_line(
