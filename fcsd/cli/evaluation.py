@@ -231,8 +231,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         EvaluationConfig,
         "suite",
         help=(
-            "paper11, paper11_chat, pretrain9, camoe9, instruct, own_text, own_text_base,"
-            " tiny, or the path of your suite file (docs/evaluate.md)"
+            "paper11, paper11_chat, paper11_own_text, pretrain9, camoe9, instruct, own_text,"
+            " own_text_base, tiny, or the path of your suite file (docs/evaluate.md)"
         ),
         default="paper11",
     )

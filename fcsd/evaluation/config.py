@@ -295,6 +295,8 @@ class SuiteConfig(Strict, strict=True):
     name: Name
     description: str = ""
     tasks: list[TaskConfig] = Field(min_length=1)
+    # Shipped suites whose tasks come before these; `load_suite` adds them.
+    suites: list[str] = Field([], exclude=True)
     # Task -> column -> its contents; a task that another suite of fcsd describes needs
     # no entry here.
     columns: dict[str, dict[str, Column]] = Field({}, exclude=True)

@@ -58,7 +58,27 @@ def _read_suite(path: Path, state: tuple[int, ...]) -> SuiteConfig:
     # lies.
     if "folder" in suite.model_fields_set:
         raise UserError(f"{path}: folder: unknown key")
+    if suite.suites:
+        suite = _with_suites(suite, path)
     return suite.model_copy(update={"folder": str(path.parent)})
+
+
+def _with_suites(suite: SuiteConfig, path: Path) -> SuiteConfig:
+    """Return a suite with the tasks of the shipped suites that it names before its own."""
+    names = suite_names()
+    for name in suite.suites:
+        if name not in names:
+            raise UserError(
+                f"{path}: suites: {name!r}: no shipped suite{did_you_mean(name, names)}"
+            )
+    parts = [*map(load_suite, suite.suites), suite]
+    content = {
+        "name": suite.name,
+        "description": suite.description,
+        "tasks": [row for part in parts for row in part.tasks],
+        "columns": {k: v for part in parts for k, v in part.columns.items()},
+    }
+    return validate(SuiteConfig, content, str(path))
 
 
 def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:

@@ -3,12 +3,17 @@ pinned revisions.
 """
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from fcsd.cli.main import main
 from fcsd.evaluation.config import GenerationTaskConfig
 from fcsd.evaluation.suites import chosen_suite, load_suite, suite_names
+from fcsd.recipe.load_recipe import load_recipe
+from tests.support import ROOT, user_error
 
 # Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1
 # and Table 4 of FarSkip-Collective (which state no shots; MMLU at 5 and the rest at
@@ -113,6 +118,44 @@ def test_the_suite_of_what_a_model_writes_asks_ifeval_as_the_suite_for_chat_mode
     assert ifeval == same
     assert own.kind == "own_text" and own.dataset == ifeval.dataset
     assert (own.num_prompts, own.max_new_tokens, own.temperature) == (256, 256, 1)
+
+
+def test_own_text_beside_the_papers_tasks_changes_none_of_them() -> None:
+    suite, plain = load_suite("paper11_own_text"), load_suite("paper11")
+    *rows, own = suite.tasks
+    assert rows == plain.tasks and suite.columns == plain.columns
+    assert own.kind == "own_text" and own.chat_template
+    # Neither the text of the early stopping nor that of the training.
+    recipes = [*(ROOT / "recipes").glob("*/economical.yaml")]
+    assert len(recipes) == 3
+    for path in recipes:
+        recipe = load_recipe(path)
+        assert recipe.evaluation.suite == suite.name
+        assert recipe.data.heldout is not None
+        held_out = recipe.data.heldout.path, recipe.data.heldout.split
+        assert held_out == (own.dataset, "train[:256]")
+        assert own.split == "train[-256:]"
+        assert own.dataset not in {source.path for source in recipe.data.train}
+
+
+def test_a_suite_names_the_suites_before_it(tmp_path: Path) -> None:
+    def mine(**content: Any) -> Any:
+        row = {"task": "own", "kind": "own_text", "dataset": "me/prompts"}
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]} | content))
+        return load_suite(path)
+
+    names = [row.task for row in load_suite("tiny").tasks]
+    suite = mine(suites=["tiny"])
+    assert [row.task for row in suite.tasks] == [*names, "own"]
+    assert suite.columns == load_suite("tiny").columns and suite.name == "mine"
+    with user_error(
+        r"mine.yaml: suites: 'tini': no shipped suite; did you mean 'tiny'"
+    ):
+        mine(suites=["tini"])
+    twice = {"task": names[0], "kind": "own_text", "dataset": "me/prompts"}
+    with user_error(f"{names[0]} is listed twice"):
+        mine(suites=["tiny"], tasks=[twice])
 
 
 def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:

@@ -351,29 +351,43 @@ def _write_data(
     (rehearsal / "hub").mkdir(exist_ok=True)
     for path, benchmarks in sorted(inventable.items()):
         target = inside(rehearsal / "hub", path)
-        files = {} if _is_file(path) else repositories.setdefault(target, {})
+        count = max(_NUM_ITEMS, *(row.num_fewshot + 1 for row, _ in benchmarks))
+        makers: dict[str, list[MakeRow]] = {}
+        places = set[tuple[str, Any]]()
         for row, suite in benchmarks:
             make = _ROW_MAKERS[row.kind](row, suite)
             assert make is not None
-            rows = [
-                make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))
-            ]
-            if _is_file(path):
-                write_rows(target, rows)
-                continue
-            declared: set[tuple[str, Any]] = {
-                (row.dataset_name or "default", row.split)
-            }
-            splits = declared
+            splits: set[tuple[str, Any]]
             if isinstance(row, LMEvalTaskConfig):
                 splits = named_splits(row, suite)
+            else:
+                config = row.dataset_name or "default"
+                splits = {(config, split) for split in split_names(row.split)}
+            for config in {config for config, _ in splits}:
+                makers.setdefault(config, []).append(make)
+            places |= splits
+        # All splits of a configuration have the columns of all tasks that read it.
+        invented = {
+            (config, split): [_merged(makers[config], index) for index in range(count)]
+            for config, split in sorted(places)
+        }
+        if _is_file(path):
+            write_rows(target, next(iter(invented.values())))
+        else:
+            files = repositories.setdefault(target, {})
             files |= {
-                config_and_split: rows
-                for config_and_split in sorted(splits)
-                if config_and_split not in files
+                place: rows for place, rows in invented.items() if place not in files
             }
     for folder, files in repositories.items():
         write_data_set(folder, files)
+
+
+def _merged(makers: Sequence["MakeRow"], index: int) -> dict[str, Any]:
+    """Return a row with the columns of all makers; the first one's values precede."""
+    row: dict[str, Any] = {}
+    for make in makers:
+        row = make(index) | row
+    return row
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, TextConfig, int]]:

@@ -23,7 +23,7 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import edited_json, user_error, write_rows
+from tests.support import edited_json, few, user_error, write_rows
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
@@ -479,3 +479,55 @@ def test_a_loaded_conversion_writes_what_the_command_wrote(place: Path) -> None:
             logits = model(torch.tensor([ids + new])).logits[0, -1]
         new.append(int(logits.argmax()))
     assert new == sample["greedy_tokens"]
+
+
+@pytest.mark.parametrize("thinking", few([True, False], 1))
+def test_thoughts_that_the_template_opens_are_text_like_any_other(
+    place: Path, tmp_path: Path, thinking: bool
+) -> None:
+    """They are sampled, shown and measured from their first token on: the divergence is
+    that of all tokens behind the opening, by hand.
+    """
+    import torch
+
+    opening = "{{ '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}"
+        "</think>{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + opening
+        + "{% endif %}"
+    )
+    for name in ("original", "last"):
+        shutil.copytree(place / name, tmp_path / name)
+        (tmp_path / name / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(tmp_path / name)
+    row = ROWS[1] | {"thinking": thinking, "num_prompts": 2}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"name": "thoughts", "tasks": [row]}))
+    words = [
+        "evaluate", tmp_path / "last", "--original", tmp_path / "original", "--suite", suite, "--data-root",
+        place / "data", "--output", tmp_path / "out",
+    ]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    models = [load_model(tmp_path / name) for name in ("last", "original")]
+    expected = "<think>\n" if thinking else "<think>\n\n</think>\n\n"
+    for number, sample in enumerate(read_result(tmp_path / "out")[1]["own_chats"]):
+        prompt = f"what is {number}?{expected}"
+        assert sample["prompt"] == prompt
+        tokens = sample["tokens"]
+        assert len(tokens) == 10 or sample["ended"]
+        assert sample["completion"] == tokenizer.decode(
+            tokens, skip_special_tokens=True
+        )
+        asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            own, other = (
+                model(torch.tensor([asked + tokens]))
+                .logits[0, len(asked) - 1 : -1]
+                .double()
+                .log_softmax(-1)
+                for model in models
+            )
+        divergence = (own.exp() * (own - other)).sum(-1).mean()
+        assert sample["score"] == pytest.approx(float(divergence), rel=1e-3)

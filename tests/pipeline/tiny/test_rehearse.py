@@ -324,12 +324,14 @@ def test_the_eleven_benchmarks_score_a_rehearsal(tmp_path: Path) -> None:
     small = rehearse(load_recipe(path), tmp_path / "r")
     model = find_model(small.model)
     suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
+    folder = EvaluatedFolder(model)
     evaluation = PlannedEvaluation(
-        "original", EvaluatedFolder(model), suite, small.evaluation, reference
+        "original", folder, suite, small.evaluation, reference, original=folder
     )
     result = run_evaluation(evaluation, tmp_path / "out", join_launch())
     assert result == read_json(tmp_path / "out" / "results.json")
-    assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
+    assert result["tasks"].keys() == {row.task for row in suite.tasks}
+    assert len(result["tasks"]) == len(load_suite("paper11").tasks) + 1
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
 
 
