@@ -126,13 +126,15 @@ ONLY_OURS = tuple(name for name, family in ALL.items() if family.like)
 """Families that SGLang and transformers do not know, so that their regular checkpoints
 come to the plugin, too."""
 
-_WITHOUT_OVERLAP = "; serve it without overlap, with --model-impl transformers"
+_WITHOUT_OVERLAP = (
+    "; not tried without overlap (SGLANG_PLUGINS=none, --trust-remote-code,"
+    " --model-impl transformers)"
+)
 REFUSED: dict[str, str] = {
     "instella_moe": (
-        "SGLang does not support its attention gate; serve"
-        " it with vLLM and this plugin, or with AMD's fork of SGLang"
-        " (github.com/AMD-AGI/FarSkip-Collective), which loads AMD's checkpoints and"
-        " those of `fcsd convert --format amd`"
+        "SGLang does not support its attention gate; serve it with vLLM and this"
+        " plugin, or with AMD's fork (github.com/AMD-AGI/FarSkip-Collective), which"
+        " loads what `fcsd convert --format amd` writes"
     ),
     "llama4_text": (
         "SGLang's loader of Llama4ForCausalLM skips the packed experts"
@@ -140,9 +142,8 @@ REFUSED: dict[str, str] = {
         " vLLM"
     ),
     "llama4": (
-        "outside CUDA, SGLang rounds its queries and keys to bfloat16, so that its"
-        " tokens cannot be compared with those of the converted model on CPUs; serve it"
-        " with vLLM"
+        "not tested: outside CUDA, SGLang rounds its queries and keys to bfloat16, so"
+        " that tests on CPUs could not compare its tokens; serve it with vLLM"
     ),
     "granitemoehybrid": (
         "its Mamba layers are run by SGLang's attention backend, in Triton kernels for"

@@ -260,3 +260,23 @@ _ROWS = (
 
 FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
 """Model type of the base -> row."""
+
+_SPARSE = (
+    "vLLM runs sparse attention on GPUs only, in layers whose norms sum over ranks; its"
+    " Transformers backend would attend to all tokens"
+)
+REFUSED: dict[str, str] = {
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v4": (
+        "not tested: its layers mix several streams, and vLLM stores its keys in FP8 on"
+        " every platform, so that tests on CPUs could not compare its tokens; the"
+        " Transformers backend has no such attention"
+    ),
+    "nemotron_h": (
+        "each layer is one branch, and the plugin rewires pairs; not tested: vLLM starts"
+        " experts without a gate on GPUs only; the Transformers backend has no Mamba"
+        " states"
+    ),
+}
+"""Family that is refused by name -> why."""

@@ -68,6 +68,11 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
             " FarSkip layers overlap; leave it off"
         ),
     ),
+    # It would take a reduce-scatter of attention over the tensor-parallel ranks, an
+    # exchange between all ranks with each one's share of the tokens, and a gather of
+    # the routed outputs before the next MoE block, each with a start and an end of its
+    # own, where vLLM has one call (`MoERunner`, `use_sequence_parallel_moe`). Asked for
+    # or changed in vllm-project/vllm 46635, 47006, 48763.
     (
         _data_parallel(lambda config: config.parallel_config.tensor_parallel_size > 1),
         (

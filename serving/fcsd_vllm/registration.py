@@ -6,7 +6,7 @@ from typing import Any
 
 import fcsd_vllm
 from fcsd_vllm import configs
-from fcsd_vllm.families import FAMILIES, Family
+from fcsd_vllm.families import FAMILIES, REFUSED, Family
 from fcsd_vllm.refusals import Refused, check_engine
 from fcsd_vllm.settings import read_settings, with_version
 from fcsd_vllm.versions import check_internals, unverified
@@ -121,7 +121,8 @@ def check_latent(vllm_config: Any, family: Family) -> None:
 
 def _add_warning() -> None:
     """Make vLLM's Transformers backend, which runs a checkpoint's
-    `modeling_farskip.py`, warn that it overlaps nothing.
+    `modeling_farskip.py`, warn that it overlaps nothing, and refuse a family that it
+    would compute wrongly.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.models.config import (
@@ -133,6 +134,9 @@ def _add_warning() -> None:
     def verify_and_update_config(vllm_config: Any) -> None:
         config = vllm_config.model_config.hf_config
         if getattr(config, "farskip", None) is not None:
+            base = config.model_type.removeprefix("farskip_")
+            if base in REFUSED:
+                raise Refused(f"fcsd-serving: {base}: {REFUSED[base]}")
             init_logger("vllm.fcsd").warning_once(
                 "FarSkip: %s runs in vLLM's Transformers backend, which overlaps no"
                 " all-reduce. The plugin overlaps them for: %s",

@@ -26,8 +26,9 @@ class Settings:
     c10d: functional collectives (the default on CPUs); timed: a thread that also
     emulates a network."""
     min_overlap_bytes: int = 0
-    """The engine's all-reduce, which is faster for small messages, reduces messages
-    below this size at once.
+    """The engine's all-reduce reduces messages below this size at once. 0, because what
+    NCCL alone takes longer does not depend on the size of a decode step's messages;
+    whether computation hides it depends on the model.
     """
     latency_ms: float = 0.0
     """The delay of a collective in an emulated network; only `timed`."""

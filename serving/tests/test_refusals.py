@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd_vllm import registration, versions
+from fcsd_vllm.families import REFUSED
 from fcsd_vllm.refusals import Refused
 
 
@@ -406,3 +407,20 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
         computing,
         "blocking",
     )
+
+
+@pytest.mark.parametrize("base", REFUSED)
+def test_the_transformers_backend_does_not_compute_a_refused_family_wrongly(
+    base: str,
+) -> None:
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(model_type=f"farskip_{base}", farskip={})
+        )
+    )
+    with pytest.raises(Refused, match=f"^fcsd-serving: {base}: "):
+        MODELS_CONFIG_MAP["TransformersMoEForCausalLM"].verify_and_update_config(config)

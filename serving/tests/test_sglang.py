@@ -202,7 +202,6 @@ def run_engine(
         ("mixtral-all", {}),
         ("olmoe-all", {}),
         ("ernie4_5_moe-all", {}),
-        ("hunyuan_v1_moe-all", {}),
         ("granitemoe-all", {}),
         ("granitemoeshared-all", {}),
     ],

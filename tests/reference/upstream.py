@@ -179,7 +179,7 @@ def _folded(text: str) -> str:
     )
 
 
-def _by_reason(reasons: Mapping[str, str]) -> list[str]:
+def by_reason(reasons: Mapping[str, str]) -> list[str]:
     """Format {family: reason} as a list with an item for each reason."""
     names = defaultdict(list)
     for name, reason in reasons.items():
@@ -187,7 +187,7 @@ def _by_reason(reasons: Mapping[str, str]) -> list[str]:
     return [_folded(f"- {reason}: {', '.join(each)}") for reason, each in names.items()]
 
 
-def _named(words: str, families: Iterable[str]) -> str:
+def named(words: str, families: Iterable[str]) -> str:
     return _folded(f"{words}: {', '.join(f'`{name}`' for name in families)}.")
 
 
@@ -219,26 +219,26 @@ def families_lists() -> str:
         name: row.block_shared or row.layer_shared for name, row in families.items()
     }
     lists = [
-        _named("Overlap between layers", [name for name in rest if name not in inside]),
+        named("Overlap between layers", [name for name in rest if name not in inside]),
         "Overlap inside the layer, because",
-        "\n".join(_by_reason(inside)),
+        "\n".join(by_reason(inside)),
         "No overlap, because",
-        "\n".join(_by_reason(refused)),
-        _named("No shared experts", [name for name in families if not shared[name]]),
-        _named(
+        "\n".join(by_reason(refused)),
+        named("No shared experts", [name for name in families if not shared[name]]),
+        named(
             "Shared experts in flight, too",
             [name for name in families if shared[name] and not families[name].additive],
         ),
-        _named(
+        named(
             "Generic reference",
             [name for name, row in families.items() if row.reference != "written"],
         ),
-        _named("Served in vLLM with overlap ([serve](serve.md))", SERVED),
-        _named("Served in SGLang with overlap", sorted(in_sglang.families.ROWS)),
+        named("Served in vLLM with overlap ([serve](serve.md))", SERVED),
+        named("Served in SGLang with overlap", sorted(in_sglang.families.ROWS)),
         "Not with every supported transformers:",
-        "\n".join(_by_reason(others)),
+        "\n".join(by_reason(others)),
         "Not converted, because",
-        "\n".join(_by_reason(dict(sorted(REFUSED.items())))),
+        "\n".join(by_reason(dict(sorted(REFUSED.items())))),
     ]
     return "\n\n".join(lists)
 
