@@ -10,6 +10,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import decoded_floats, read_checkpoint_json
+from fcsd.base.strict import did_you_mean
 from fcsd.base.weights import (
     INDEX,
     NAMED,
@@ -29,7 +30,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.sizes import check_sizes, null_sizes, refused_config
 from fcsd.model.inspect.memory import BYTES
-from fcsd.model.inspect.shipped import shipped_config, shipped_ids
+from fcsd.model.inspect.shipped import shipped_config, shipped_ids, shipped_models
 from fcsd.model.preserve import without_advice
 from fcsd.model.quantised.methods import (
     MODELOPT,
@@ -138,8 +139,15 @@ def _remote(name: str, revision: str | None) -> Source:
             reason = str(error).strip().splitlines()[0]
         else:
             reason = type(error).__name__
+        ids = [
+            repository
+            for model in shipped_models().values()
+            for repository in model["ids"]
+        ]
+        near = did_you_mean(name, ids)
+        guess = near.removeprefix("; ") + " There is " if near.endswith("?") else ""
         raise UserError(
-            f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository"
+            f"{name}: {guess}no such folder, and the Hub did not give {CONFIG} of a repository"
             f" of this name: {reason.rstrip('.')}; without the Hub, fcsd knows the configs of"
             f" {', '.join(shipped_ids())}"
         ) from None

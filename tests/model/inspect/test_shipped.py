@@ -152,9 +152,14 @@ def test_the_error_for_another_model_lists_those_that_are_shipped(
     hub.answers = False
     assert main(["plan", "Qwen/Qwen3-31B-A3B"]) == 2
     error = capsys.readouterr().err
-    assert "Qwen/Qwen3-31B-A3B: no such folder, and the Hub did not give" in error
+    guess = "did you mean 'Qwen/Qwen3-30B-A3B'?"
+    assert f"error: Qwen/Qwen3-31B-A3B: {guess} There is no such folder, and" in error
     assert (
         f"without the Hub, fcsd knows the configs of {', '.join(shipped_ids())}\n"
         in error
     )
     assert len(shipped_ids()) == len(MODELS)
+    assert main(["plan", "Qwen/Qwen3-30B-a3b"]) == 2
+    assert f"error: Qwen/Qwen3-30B-a3b: {guess} There is" in capsys.readouterr().err
+    assert main(["plan", "nobody/x"]) == 2
+    assert "error: nobody/x: no such folder" in capsys.readouterr().err
