@@ -237,14 +237,22 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(base_model_type(model_type))
     check_not_refused(model_type)
     if family is None:
+        near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
+        hint = f"; the nearest that are: {', '.join(near)}" if near else ""
         if not any(get(name) for name in (*EXPERTS, *_SECTIONS)):
+            from transformers import CONFIG_MAPPING
+
+            # Only of types that transformers knows is it sure that they have no experts.
+            if model_type not in CONFIG_MAPPING:
+                raise UserError(
+                    f"model type '{model_type}' is unknown to transformers {_INSTALLED},"
+                    f" and not one that can be converted{hint}; {_SEE}"
+                )
             raise UserError(
                 f"model type '{model_type}' is a dense model: it has no MoE layer, so"
                 " FarSkip has no expert communication to overlap; choose an MoE model;"
                 f" {_SEE}"
             )
-        near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
-        hint = f"; the nearest that are: {', '.join(near)}" if near else ""
         raise UserError(f"model type '{model_type}' is not supported{hint}; {_SEE}")
     # The rules for dense layers read fields that upstream fills in; a raw `config.json`
     # may lack them.

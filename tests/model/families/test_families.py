@@ -169,6 +169,8 @@ def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_have_err
         family_of(AutoConfig.for_model("llama"))
     with user_error("'qwen3' is a dense model"):
         family_of({"model_type": "qwen3"})
+    with user_error("'foo_moe' is unknown to transformers [0-9.]+, and not one that"):
+        family_of({"model_type": "foo_moe"})
     with user_error(
         r"this model is dense, none of its 4 layers .*first_k_dense_replace"
     ):
