@@ -58,6 +58,16 @@ def attention_windows(config: Any) -> list[int | None]:
     ]
 
 
+def selected_tokens(config: Any) -> list[int | None]:
+    """Return the tokens that an indexer selects at most for each query of a layer's
+    sparse attention, layer by layer; None: attention is not sparse.
+    """
+    return [
+        getattr(layer, "index_topk", None) if kind == "indexed_attention" else None
+        for kind, layer in zip(_kinds(config), layer_configs(config), strict=False)
+    ]
+
+
 def _kinds(config: Any) -> list[str]:
     kinds = getattr(config, "layer_types", None)
     num_layers = config.num_hidden_layers

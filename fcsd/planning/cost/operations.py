@@ -7,8 +7,15 @@ layers only the first is run. The running module tells the step of
 the rest of attention ("attention b"), router, experts, shared expert, a dense layer's
 MLP, the head.
 
+An engine's sparse attention (DeepSeek-V3.2, GLM-5) counts the pairs that its indexer
+selects, and the indexer's scores, which every tensor-parallel rank computes. In a
+training transformers' code computes all pairs.
+
 Not covered: operations other than matmuls (`fcsd.planning.cost.roofline` counts passes
-over memory for them); attention in chunks, which counts as a window of their size.
+over memory for them); attention in chunks, which counts as a window of their size;
+sparse attention over blocks or compressed keys (MiniMax-M3, DeepSeek-V4, Qwen 4), and
+that an engine's sparse attention computes in the latent space, with up to 3.4 times as
+many operations for each pair.
 """
 
 from __future__ import annotations
@@ -31,13 +38,15 @@ from fcsd.model.families import (
     text_config,
 )
 from fcsd.model.families.structure import output_head
-from fcsd.model.inspect.memory import attention_windows
+from fcsd.model.inspect.memory import attention_windows, selected_tokens
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 
 WHOLE = ", whole"
 """Suffix for work that every tensor-parallel rank does in full: MLA's projections to
 the latents.
 """
+INDEXER = "indexer"
+"""Module that selects the tokens of sparse attention, and the work of its scores."""
 _LATENT = ("q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa")
 
 
@@ -58,10 +67,12 @@ class LayerWork:
     scores: elements of softmax(QKᵀ). core: FLOPs of the core's two matmuls, over all
     pairs; 0 where attention has no separate core before which an exchange could start.
     causal: a mask leaves out half of the pairs. in_window: share of the other half that
-    a sliding window keeps. cache_bytes: keys and values of earlier tokens that a rank
-    reads. experts_run: FLOPs of the experts as the family's own code runs them; the
-    step "experts" counts only the chosen experts of each token. one_branch: the layer
-    is attention, or another mixer, or an MLP.
+    a sliding window or sparse attention keeps. cache_bytes: keys and values of earlier
+    tokens that a rank reads. index: FLOPs of the scores by which sparse attention
+    selects, over all pairs; index_bytes: the keys that they read. experts_run: FLOPs of
+    the experts as the family's own code runs them; the step "experts" counts only the
+    chosen experts of each token. one_branch: the layer is attention, or another mixer,
+    or an MLP.
     """
 
     moe: bool
@@ -71,6 +82,8 @@ class LayerWork:
     causal: bool = True
     in_window: float = 1.0
     cache_bytes: float = 0.0
+    index: float = 0.0
+    index_bytes: float = 0.0
     experts_run: float = 0.0
     one_branch: bool = False
 
@@ -83,6 +96,11 @@ class LayerWork:
     def core_left(self) -> float:
         """FLOPs of the core over the pairs that the mask keeps."""
         return self.core / 2 * self.in_window if self.causal else self.core
+
+    @property
+    def index_left(self) -> float:
+        """FLOPs of an indexer's scores over the pairs that the mask keeps."""
+        return self.index / 2 if self.causal else self.index
 
     def work(self, name: str) -> Work:
         """Return a step's work; empty where the layer has no such step."""
@@ -121,7 +139,9 @@ class ModelWork:
         all pairs that the mask keeps.
         """
         layers = sum(
-            sum(step.flops for step in layer.steps.values()) + layer.core_left
+            sum(step.flops for step in layer.steps.values())
+            + layer.core_left
+            + layer.index_left
             for layer in self.layers
         )
         return layers + self.head.flops
@@ -191,10 +211,13 @@ def trace_layers(
     # Only the first layer of each kind runs its own code; equal layers pass their input
     # on and share its counts.
     tracker, kinds = Tracker(), _kinds(stack, model.config)
+    selected = selected_tokens(config)
     records = {first: _Seen() for first in kinds.values()}
     for k, layer in enumerate(stack):
         if kinds[k] == k:
             _name_steps(layer, family, tracker, f"{k} ", records[k])
+            if served and k < len(selected) and selected[k]:
+                _name_indexer(layer, tracker, f"{k} ")
         else:
             layer.forward = _as_if_run(stack[kinds[k]])
     head = output_head(model)
@@ -208,7 +231,7 @@ def trace_layers(
     tokens = num_rows * num_tokens
     # Even routing: imbalance is an assumption of the roofline, not of the work.
     rows = top_k * tokens / num_experts
-    windows = attention_windows(config)
+    windows = seen_tokens(config) if served else attention_windows(config)
     layers = {
         k: replace(
             _layer_work(stack[k], family, k, flops, records[k], rows),
@@ -229,6 +252,21 @@ def trace_layers(
         num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
         expert_groups=expert_groups(config),
     )
+
+
+def seen_tokens(config: Any) -> list[int | None]:
+    """Return the tokens that an engine's attention reads at most for each query, layer
+    by layer; None: all.
+    """
+    both = zip(attention_windows(config), selected_tokens(config), strict=True)
+    return [window or selected for window, selected in both]
+
+
+def index_key_bytes(config: Any) -> float:
+    """Return the bytes of a token's key with which an indexer scores: in FP8 with a
+    scale of four bytes for 128 numbers, as vLLM 0.32 and SGLang 0.5.23 cache it.
+    """
+    return float(getattr(config, "index_head_dim", 0)) * (1 + 4 / 128)
 
 
 def _in_window(window: int | None, num_tokens: int) -> float:
@@ -271,6 +309,8 @@ def part_of(work: ModelWork, tokens: int) -> ModelWork:
             core=layer.core * share,
             scores=layer.scores * share,
             cache_bytes=layer.cache_bytes * share,
+            index=layer.index * share,
+            index_bytes=layer.index_bytes * share,
             experts_run=layer.experts_run * share,
         )
         for layer in work.layers
@@ -378,6 +418,17 @@ def _name_steps(
             )
 
 
+def _name_indexer(layer: Any, tracker: Tracker, prefix: str) -> None:
+    """Count an indexer's projections as work that every tensor-parallel rank does in
+    full (in vLLM and SGLang they are replicated), and its scores by themselves.
+    """
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] == INDEXER:
+            tracker.counts_as(module, prefix + INDEXER)
+        elif f".{INDEXER}." in name:
+            tracker.counts_as(module, prefix + "attention a" + WHOLE)
+
+
 def _core(tracker: Tracker, records: dict[int, _Seen]) -> Interposed:
     """Record the core of attention instead of running it; operations after it count as
     attention b.
@@ -421,11 +472,13 @@ def _layer_work(
         chosen = 2.0 * rows_per_expert * _size(experts)
         run = steps["experts"].flops or chosen
         steps["experts"] = Work(min(run, chosen), _size(experts))
+    index = steps.pop(INDEXER, Work())
     return LayerWork(
         _is_moe(layer, family),
         steps,
         record.core,
         record.scores,
+        index=index.flops,
         experts_run=run,
         one_branch=family.layout == "blocks",
     )

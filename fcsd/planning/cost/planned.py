@@ -17,9 +17,9 @@ from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import text_config
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.inspect.memory import (
-    attention_windows,
     layer_cache_bytes,
     layer_configs,
+    selected_tokens,
 )
 from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
@@ -27,7 +27,13 @@ from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
 from fcsd.planning.cost.machine import Machine, make_machine
 from fcsd.planning.cost.memory import Layout
-from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
+from fcsd.planning.cost.operations import (
+    ModelWork,
+    as_run,
+    index_key_bytes,
+    seen_tokens,
+    trace_layers,
+)
 from fcsd.planning.cost.roofline import Roofline, Rows
 from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.stored import BFLOAT16, FP8, Stored, stored_weights
@@ -381,7 +387,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     text = text_config(model_config, family)
     cached = [0.0] if settings.phase == "train" else _cached(settings, text, tp)
     if settings.phase == "decode":
-        work = _decoding(work, settings.length, cached, attention_windows(text))
+        work = _decoding(work, settings.length, rows, cached, text)
     inside = kept_inside(family) is not None
     planned = Planned(
         settings, training, spec, machine, work, family.model_type, inside, ep, tp,
@@ -533,24 +539,36 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> list[float]:
 def _decoding(
     work: ModelWork,
     length: int,
+    rows: int,
     cached: Sequence[float],
-    windows: Sequence[int | None],
+    config: Any,
 ) -> ModelWork:
-    """Return the work of one token per row that follows `length` others and reads their
-    keys and values. cached, windows: of each layer, as far as the config states them.
+    """Return the work of one token in each of a rank's `rows` that follows `length`
+    others and reads their keys and values. cached: bytes of each layer, as far as the
+    config states them.
     """
     layers = []
     num_layers = len(work.layers)
-    facts = zip_longest(work.layers, cached[:num_layers], windows[:num_layers])
-    for layer, layer_cached, window in facts:
+    windows, selected = seen_tokens(config), selected_tokens(config)
+    facts = zip_longest(
+        work.layers, cached[:num_layers], windows[:num_layers], selected[:num_layers]
+    )
+    for layer, layer_cached, window, chosen in facts:
         num_seen = min(length, window or length)
+        # The cache of a window is short already; sparse attention keeps all tokens.
+        share = min(1.0, chosen / length) if chosen else 1.0
+        num_scored = length / (getattr(config, "index_kpool", None) or 1)
         layers.append(
             replace(
                 layer,
                 core=layer.core * num_seen,
                 causal=False,
                 scores=layer.scores * num_seen,
-                cache_bytes=layer_cached or 0.0,
+                cache_bytes=share * (layer_cached or 0.0),
+                index=layer.index * num_scored,
+                index_bytes=index_key_bytes(config) * rows * num_scored
+                if layer.index
+                else 0.0,
             )
         )
     return replace(work, layers=tuple(layers))

@@ -46,6 +46,13 @@ LATENT = {"attention a": (2, 1), "attention b": (1, 0)}
 space and out of it, the norms of the latents.
 """
 
+INDEXED = (2, 3)
+"""Kernels of "attention a" that an indexer has in addition: its queries, and its keys
+with the weights of its heads; the keys' norm and rotary embedding, the queries', cache
+(vLLM 0.32, `Indexer` of models/deepseek_v2.py). Its scores are one more, and the choice
+of the largest another.
+"""
+
 QUANTISED = {
     "attention a": 1,
     "attention b": 1,
@@ -110,7 +117,8 @@ class Roofline:
         """Bytes of an activation."""
         return 4 if self.precision == "float32" else 2
 
-    def _peak(self, precision: Precision) -> float:
+    def peak(self, precision: Precision) -> float:
+        """Return the GPU's published FLOPs a second."""
         gpu = self.machine.gpu
         if precision == "float32":
             return gpu.float32_tflops * 1e12
@@ -124,7 +132,8 @@ class Roofline:
         return self.values["gap_us"] / 1e6
 
     @property
-    def _bytes_per_s(self) -> float:
+    def bytes_per_s(self) -> float:
+        """Bytes a second that a kernel reads or writes."""
         return self.machine.gpu.memory_gb_s * 1e9 * self.values["hbm"]
 
     def matmul(self, work: Work, share: str, ranks: int, read: float = 1.0) -> float:
@@ -139,22 +148,22 @@ class Roofline:
         # training, DeepGEMM's reach 1,288 of 1,979 TFLOPS (its README, 8 groups).
         if is_experts and self.precision == "fp8" and self.served:
             share = "fp8_grouped"
-        computing = work.flops / (self._peak(self.precision) * self.values[share])
+        computing = work.flops / (self.peak(self.precision) * self.values[share])
         width = self.expert_bytes if is_experts else self.weight_bytes
         if width is None:
             width = 1 if self.precision == "fp8" else self.value_bytes
-        reading = work.weights * read * width / self._bytes_per_s
+        reading = work.weights * read * width / self.bytes_per_s
         return max(computing, reading) / ranks
 
     def passes(self, number: float, elements: float) -> float:
         """Return the seconds of reading or writing `elements` values `number` times."""
-        return number * elements * self.value_bytes / self._bytes_per_s
+        return number * elements * self.value_bytes / self.bytes_per_s
 
     def core(self, layer: LayerWork) -> float:
         """Return the seconds of attention between its projections."""
-        peak = self._peak("bfloat16" if self.precision == "fp8" else self.precision)
+        peak = self.peak("bfloat16" if self.precision == "fp8" else self.precision)
         ranks = self.tensor_parallel
-        reading = layer.cache_bytes / self._bytes_per_s
+        reading = layer.cache_bytes / self.bytes_per_s
         if self.fused:
             # A fused kernel skips the pairs that the mask excludes.
             pairs = layer.core_left
@@ -182,6 +191,7 @@ class Roofline:
         """
         matmuls_and_others = self.parts(model, layer, expert_parallel)
         seconds = {name: sum(both) for name, both in matmuls_and_others.items()}
+        seconds["attention a"] += indexer_s(self, layer)
         seconds["attention b"] += self.served_core(layer)
         return seconds
 
@@ -272,7 +282,7 @@ class Roofline:
             * self.values["optimizer_bytes"]
             * itemsize
             / 4
-            / self._bytes_per_s
+            / self.bytes_per_s
         )
 
     def sharding(
@@ -457,6 +467,21 @@ class Roofline:
         return sent_us(num_bytes, least_us), both_us, both_us
 
 
+def indexer_s(roofline: Roofline, layer: LayerWork) -> float:
+    """Return the seconds of an indexer's scores and its choice of tokens, which every
+    tensor-parallel rank does for all heads; scores are in FP8 where the GPU has it.
+    """
+    if not layer.index:
+        return 0.0
+    values = roofline.values
+    scores = max(
+        layer.index_left / (roofline.peak("fp8") * values["fused_core"]),
+        layer.index_bytes / roofline.bytes_per_s,
+        values["matmul_us"] / 1e6,
+    )
+    return scores + values["kernel_us"] / 1e6
+
+
 def fused_norm(roofline: Roofline, model: ModelWork) -> float:
     """Return the seconds that an engine saves where it fuses an all-reduce in line with
     the norm behind it; 0 where it does not, or is not faster so.
@@ -479,6 +504,8 @@ def _least_s(
     if layer.work("attention a" + WHOLE).weights:
         latent = LATENT.get(name, (0, 0))
         matmuls, other_kernels = matmuls + latent[0], other_kernels + latent[1]
+    if layer.index and name == "attention a":
+        matmuls, other_kernels = matmuls + INDEXED[0], other_kernels + INDEXED[1]
     if fp8:
         other_kernels += QUANTISED.get(name, 0)
     return (

@@ -506,6 +506,66 @@ def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> N
     assert written_out.core(layer) == pytest.approx(cached + scores)
 
 
+def test_sparse_attention_reads_what_its_indexer_selects_and_scores_every_token() -> (
+    None
+):
+    """DeepSeek-V3.2 beside DeepSeek-V3: 61 layers, 128 heads of 192 and 128, latents of
+    576 numbers; an indexer of 64 heads of 128 selects 2,048 tokens.
+    """
+    length, batch, bandwidth = 65536, 8, 4800e9 * 0.65
+    decoding = {"gpu": "h200", "phase": "decode", "batch": batch, "length": length}
+    dense, sparse = (
+        with_values(published(name, {}, decoding), **BARE)
+        for name in ("DeepSeek-V3", "DeepSeek-V3.2")
+    )
+    # The memory keeps all latents; a token reads those of 2,048 tokens.
+    assert dense.cached == sparse.cached == 61 * batch * length * 576 * 2
+    full, selected = (one.work.layers[30] for one in (dense, sparse))
+    assert selected.cache_bytes == batch * 2048 * 576 * 2 == full.cache_bytes / 32
+    assert selected.core == batch * 2048 * 2 * 128 * (192 + 128) == full.core / 32
+    # q k for each head, and the sum over the heads; keys in FP8 with a scale.
+    scores = batch * length * 2 * 64 * (128 + 1)
+    assert selected.index == scores and full.index == 0
+    assert selected.index_bytes == batch * length * (128 + 4)
+    assert sparse.work.flops - dense.work.flops == pytest.approx(
+        # of these, projections: queries from 1,536, keys and weights from 7,168
+        61 * (scores + 2 * batch * (1536 * 64 * 128 + 7168 * (128 + 64)))
+        - 61 * (full.core - selected.core)
+    )
+    # Every rank scores for all heads, and computes an eighth of everything else.
+    dense_s, sparse_s = (plan_times(one)["layer_s"] for one in (dense, sparse))
+    projections = (1536 * 64 * 128 + 7168 * (128 + 64)) / bandwidth
+    assert sparse_s["attention a"] - dense_s["attention a"] == pytest.approx(
+        batch * length * 132 / bandwidth + projections
+    )
+    # A prefill: token k sees min(k, 2,048) others, but its indexer scores all k.
+    prefill = {"gpu": "h200", "phase": "prefill", "batch": 1, "length": length}
+    dense_s, sparse_s = (
+        plan_times(with_values(published(name, {}, prefill), hbm=1e9, **BARE))[
+            "layer_s"
+        ]
+        for name in ("DeepSeek-V3", "DeepSeek-V3.2")
+    )
+    peak, pairs = 989.4e12 * 0.35, sum(min(k + 1, 2048) for k in range(length))
+    core_s = 2 * 128 * (192 + 128) / peak / 8
+    assert dense_s["attention b"] - sparse_s["attention b"] == pytest.approx(
+        (length * (length + 1) / 2 - pairs) * core_s, rel=1e-4
+    )
+    scoring = length**2 / 2 * 2 * 64 * 129 / (1978.9e12 * 0.35)
+    tokens = 2 * length * (1536 * 64 * 128 + 7168 * (128 + 64)) / (1978.9e12 * 0.5)
+    assert sparse_s["attention a"] - dense_s["attention a"] == pytest.approx(
+        scoring + tokens
+    )
+    assert sum(sparse_s.values()) < sum(dense_s.values())
+    # A training runs transformers' code, which computes all pairs; layers of GLM-5.2
+    # that share the tokens of another have no indexer.
+    trained = published("DeepSeek-V3.2", {"num_hidden_layers": 4}, {"length": 8192})
+    assert {layer.in_window for layer in trained.work.layers} == {1.0}
+    glm = published("GLM-5.2", {}, decoding).work.layers
+    assert [k for k, layer in enumerate(glm) if layer.index][:5] == [0, 1, 2, 6, 10]
+    assert len({layer.core for layer in glm}) == 1
+
+
 def test_keys_and_values_are_on_as_many_ranks_as_there_are_heads() -> None:
     settings: dict[str, Any] = {"phase": "prefill", "length": 100}
     one, two, sixteen = (
