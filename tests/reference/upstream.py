@@ -27,10 +27,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.model.connectivity.modeling import supported_transformers
-from fcsd.model.families import ALL_FAMILIES, FAMILIES, SERVED, Family
+from fcsd.model.families import ALL_FAMILIES, FAMILIES, SERVED, SERVED_BY_SGLANG, Family
 from fcsd.model.families.refused import BROKEN, REFUSED
-from fcsd.parallel.overlap.support import kept_inside, refusal
-from tests.support import load_modules
+from fcsd.parallel.overlap.support import overlap_of
 
 SNAPSHOTS = Path("tests/files/upstream")  # one for each release
 PAGE = Path("docs/families.md")
@@ -196,7 +195,6 @@ def families_lists() -> str:
     and the refused families.
     """
     families = dict(sorted(ALL_FAMILIES.items()))
-    in_sglang = load_modules("serving", "fcsd_sglang", ["families"])
     # A checkpoint of most families loads with older releases than fcsd supports.
     usual = f">={Family.since},<6"
     others = {
@@ -206,20 +204,23 @@ def families_lists() -> str:
         if (versions := supported_transformers(row)) != usual
         and Version(row.since) >= Version(Family.since)
     }
-    refused = {
-        name: reason
-        for name, row in families.items()
-        if (reason := refusal(row)) is not None
-    }
-    rest = {
-        name: kept_inside(row) for name, row in families.items() if name not in refused
-    }
-    inside = {name: reason for name, reason in rest.items() if reason is not None}
+    overlap = {name: overlap_of(row) for name, row in families.items()}
+    inside, refused = (
+        {
+            name: fact["because"]
+            for name, fact in overlap.items()
+            if fact["overlap"] == how
+        }
+        for how in ("inside the layer", "none")
+    )
     shared = {
         name: row.block_shared or row.layer_shared for name, row in families.items()
     }
     lists = [
-        named("Overlap between layers", [name for name in rest if name not in inside]),
+        named(
+            "Overlap between layers",
+            [name for name, fact in overlap.items() if fact["because"] is None],
+        ),
         "Overlap inside the layer, because",
         "\n".join(by_reason(inside)),
         "No overlap, because",
@@ -234,7 +235,7 @@ def families_lists() -> str:
             [name for name, row in families.items() if row.reference != "written"],
         ),
         named("Served in vLLM with overlap ([serve](serve.md))", SERVED),
-        named("Served in SGLang with overlap", sorted(in_sglang.families.ROWS)),
+        named("Served in SGLang with overlap", SERVED_BY_SGLANG),
         "Not with every supported transformers:",
         "\n".join(by_reason(others)),
         "Not converted, because",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.model.families import FAMILIES
+from fcsd.model.families import FAMILIES, SERVED_BY_SGLANG
 from tests.support import ROOT, load_modules
 
 SERVING = ROOT / "serving"
@@ -24,6 +24,7 @@ def package() -> Any:
 
 def test_every_family_is_named_as_in_fcsd(package: Any) -> None:
     assert list(package.families.FAMILIES) == list(package.families.ROWS)
+    assert sorted(package.families.ROWS) == list(SERVED_BY_SGLANG)
     for name, row in package.families.FAMILIES.items():
         assert (row.config, row.causal_lm) == (
             FAMILIES[name].config,

@@ -29,6 +29,7 @@ __all__ = [
     "FAMILIES",
     "REFUSED",
     "SERVED",
+    "SERVED_BY_SGLANG",
     "UNAVAILABLE",
     "Family",
     "base_model_type",
@@ -37,6 +38,7 @@ __all__ = [
     "family_of",
     "moe_mask",
     "serve_command",
+    "served_by",
     "text_config",
 ]
 
@@ -107,6 +109,13 @@ SERVED = (
 distribution fcsd-serving).
 """
 
+SERVED_BY_SGLANG = (
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared",
+    "hunyuan_v1_moe", "lfm2_moe", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+"""Families whose converted checkpoints SGLang runs with that distribution."""
+
 # Config fields that count experts ("section.field" for one in a section), of all
 # families here and of some others.
 EXPERTS = (
@@ -147,6 +156,12 @@ def serve_command(model_type: str, where: str, *, weights: bool = True) -> str |
     served = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
     dummies = "" if weights else " --load-format dummy"
     return f"vllm serve {where}{dummies}" if served else None
+
+
+def served_by(model_type: str) -> list[str]:
+    """Return the engines that run a family's converted checkpoints with overlap."""
+    engines = {"vLLM": SERVED, "SGLang": SERVED_BY_SGLANG}
+    return [engine for engine, names in engines.items() if model_type in names]
 
 
 def read_field(config: Any, name: str) -> Any:

@@ -3,18 +3,21 @@
 `tests/reference/upstream.py` writes the lists of docs/families.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fcsd.base.text import markdown
-from fcsd.model.families import FAMILIES
+from fcsd.model.families import FAMILIES, Family, served_by
 from fcsd.model.families.family import MOE_LAYERS
 from fcsd.model.families.refused import REFUSED
 
 
-def families_facts() -> dict[str, Any]:
-    """Return the families that can be converted and how they were verified, and the
-    refused ones with their reasons.
+def families_facts(overlap: Callable[[Family], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the families that can be converted, how they were verified, in which
+    engines and how they overlap, and the refused ones with their reasons.
+
+    overlap: the overlap of a family's training
+    (`fcsd.parallel.overlap.support.overlap_of`).
 
     {"families": [...], "refused": {model type: reason}}
     """
@@ -32,6 +35,8 @@ def families_facts() -> dict[str, Any]:
                 "additive": family.additive,
                 "dense_layers": dense_layers,
                 "reference": family.reference,
+                "training": dict(overlap(family)),
+                "served_by": served_by(name),
             }
         )
     return {"families": facts, "refused": dict(sorted(REFUSED.items()))}
@@ -52,12 +57,22 @@ def families_table(facts: Mapping[str, Any]) -> str:
                 shared_experts,
                 ", ".join(fact["dense_layers"]) or "none",
                 "written by hand" if fact["reference"] == "written" else "generic",
+                fact["training"]["overlap"],
+                ", ".join(fact["served_by"]) or "none",
             ]
         )
     table = markdown(
-        ["family", "class", "shared experts", "dense layers by", "reference"],
+        [
+            "family",
+            "class",
+            "shared experts",
+            "dense layers by",
+            "reference",
+            "overlap in training",
+            "overlap in",
+        ],
         rows,
-        left=5,
+        left=7,
     )
     if not facts["refused"]:
         return table

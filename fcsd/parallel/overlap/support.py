@@ -76,6 +76,8 @@ def kept_inside(family: Family) -> str | None:
     """
     if family.layout == "streams":
         return "its layers mix several streams"
+    if family.layout == "sources":
+        return "its layers mix the streams of earlier blocks"
     if family.layout == "blocks":
         return "each of its layers is one branch"
     if family.layout != "pre_norm":
@@ -90,6 +92,17 @@ def kept_inside(family: Family) -> str | None:
     if family.stream_edit is not None:
         return "the model edits the stream between layers"
     return None if family.additive else "a norm follows its experts"
+
+
+def overlap_of(family: Family) -> dict[str, str | None]:
+    """Return how far a family's training overlaps exchanges with computation ("between
+    layers", "inside the layer", "none"), and the reason if not between layers.
+    """
+    if reason := refusal(family):
+        return {"overlap": "none", "because": reason}
+    if reason := kept_inside(family):
+        return {"overlap": "inside the layer", "because": reason}
+    return {"overlap": "between layers", "because": None}
 
 
 def check_transformers() -> None:

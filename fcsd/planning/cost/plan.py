@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fcsd.base.errors import UserError
 from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.spec import resolve_layers
-from fcsd.model.families import FAMILIES
+from fcsd.model.families import FAMILIES, served_by
 from fcsd.parallel.overlap.support import refusal
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.exact import compared
@@ -116,6 +116,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
         "overlap_refused": refused,
+        "served_by": served_by(planned.model_type) if serves else None,
     }
 
 

@@ -498,13 +498,20 @@ def _all_reduces(facts: Mapping[str, Any], ideal: float) -> str:
     else:
         duration_text = (
             f"the engine's own in line {engine} µs, NCCL's on a side stream {side}. If"
-            " the engine's own run beside computation (vLLM with fcsd-serving, AMD's"
-            f" fork): {ideal:.3f} times as fast as regular blocks"
+            f" the engine's own run beside computation ({_runs_them(facts)}):"
+            f" {ideal:.3f} times as fast as regular blocks"
         )
     return (
         f"ALL-REDUCES: {duration_text}. Measure yours first: `assumptions: {{all_reduce_us: …,"
         " side_us: …}` in the file of --cluster"
     )
+
+
+def _runs_them(facts: Mapping[str, Any]) -> str:
+    """Name what runs an engine's own all-reduces beside this family's computation."""
+    if "vLLM" in facts["served_by"]:
+        return "vLLM with fcsd-serving, AMD's fork"
+    return "vLLM with fcsd-serving does so with other families"
 
 
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -531,6 +538,11 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"NOT IN FCSD: its training does not overlap {facts['model_type']}, because"
             f" {reason}"
+        )
+    if facts["served_by"] == []:
+        yield (
+            f"NOT SERVED: no engine runs {facts['model_type']} with overlap"
+            " (docs/serve.md), so this gain cannot be had yet"
         )
     if rates := facts.get("tokens_per_second_per_gpu"):
         yield "tokens/s per GPU: " + ", ".join(

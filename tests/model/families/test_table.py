@@ -2,10 +2,11 @@
 
 from fcsd.model.families import FAMILIES, REFUSED
 from fcsd.model.families.table import families_facts, families_table
+from fcsd.parallel.overlap.support import overlap_of
 
 
 def test_json_has_every_family_and_every_refusal():
-    table = families_facts()
+    table = families_facts(overlap_of)
     assert [row["model_type"] for row in table["families"]] == sorted(FAMILIES)
     assert table["refused"] == REFUSED
     rows = {row["model_type"]: row for row in table["families"]}
@@ -14,7 +15,14 @@ def test_json_has_every_family_and_every_refusal():
         "additive": True,
         "dense_layers": ["num_experts", "decoder_sparse_step", "mlp_only_layers"],
         "reference": "written",
+        "training": {"overlap": "between layers", "because": None},
+        "served_by": ["vLLM", "SGLang"],
     }  # fmt: skip
+    assert rows["gemma4"]["served_by"] == ["vLLM"]
+    glm = rows["glm_moe_dsa"]
+    assert glm["served_by"] == [] and glm["training"]["overlap"] == "inside the layer"
+    assert rows["nemotron_h"]["training"]["overlap"] == "none"
+    assert rows["nemotron_h"]["training"]["because"].startswith("each of its layers is")
     assert rows["granitemoe_swa"]["shared_experts"]
     assert rows["granitemoe_swa"]["dense_layers"] == []
     assert rows["aria"]["multimodal"]
@@ -24,14 +32,15 @@ def test_json_has_every_family_and_every_refusal():
 
 
 def test_text_is_two_markdown_tables_with_a_line_each():
-    families, refused = families_table(families_facts()).split("\n\n")
+    families, refused = families_table(families_facts(overlap_of)).split("\n\n")
     assert len(families.splitlines()) == 2 + len(FAMILIES)
     assert len(refused.splitlines()) == 2 + len(REFUSED)
-    assert all(line.count("|") == 6 for line in families.splitlines())
+    assert all(line.count("|") == 8 for line in families.splitlines())
     (deepseek,) = (
         line for line in families.splitlines() if line.startswith("| deepseek_v3 ")
     )
     cells = [cell.strip() for cell in deepseek.strip("|").split("|")]
     assert cells == [
         "deepseek_v3", "DeepseekV3ForCausalLM", "yes", "first_k_dense_replace", "written by hand",
+        "between layers", "vLLM, SGLang",
     ]  # fmt: skip

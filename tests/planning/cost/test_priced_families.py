@@ -131,5 +131,11 @@ def test_a_plan_says_that_fcsd_does_not_overlap_the_family_and_nothing_else_of_i
         printed = capfd.readouterr()
         says = "NOT IN FCSD: its training does not overlap nemotron_h, because each of"
         assert (says in printed.out) == (model_type == "nemotron_h")
+        assert "NOT SERVED" not in printed.out
+        assert main([*words, "--phase", "decode", "--tp", "2"]) == 0
+        served = capfd.readouterr().out
+        says = "NOT SERVED: no engine runs nemotron_h with overlap"
+        assert (says in served) == (model_type == "nemotron_h")
+        assert "NOT IN FCSD" not in served
         # transformers' advice on kernels is for those who run the model
         assert not printed.err
