@@ -23,7 +23,8 @@ def plugin_install(folder: Path = _CHECKOUT, *, published: bool = False) -> str:
     not known, a sentence instead.
 
     folder: the checkout that fcsd runs from; for an installed fcsd, pip's record has
-    URL and commit. published: whether strangers will read the text, who can neither
+    URL and commit. Without a URL that the readers reach, that of the distribution's
+    metadata, if it names one. published: whether strangers will read the text, who can neither
     reach a private host nor should learn its name. The text never holds credentials or
     folders of this machine.
     """
@@ -31,13 +32,19 @@ def plugin_install(folder: Path = _CHECKOUT, *, published: bool = False) -> str:
         url, commit = _of_checkout(folder)
     else:
         url, commit = _of_package()
-    if url is None or (published and not url.startswith(_OPEN_HOSTS)):
+    if not _is_known(url, published=published):
+        url = _named_address()
+    if not _is_known(url, published=published):
         at = f" at commit {commit}" if commit else ""
         return f"`pip install ./{PLUGIN}` in a checkout of fcsd's repository{at}"
     return (
         "`pip install 'fcsd-serving @ "
         f"git+{url}{f'@{commit}' if commit else ''}#subdirectory={PLUGIN}'`"
     )
+
+
+def _is_known(url: str | None, *, published: bool) -> bool:
+    return url is not None and (not published or url.startswith(_OPEN_HOSTS))
 
 
 @functools.cache
@@ -63,6 +70,21 @@ def _of_package() -> tuple[str | None, str | None]:
     if vcs_info:
         return _address(record.get("url")), vcs_info.get("commit_id")
     return None, None
+
+
+def _named_address() -> str | None:
+    """Return the address that fcsd's own metadata name (`Project-URL: Repository`, from
+    `[project.urls]` in pyproject.toml); None if there is none.
+    """
+    try:
+        metadata = importlib.metadata.metadata("fcsd")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for named in metadata.get_all("Project-URL") or ():
+        label, _, url = named.partition(",")
+        if label.strip().lower() == "repository":
+            return _address(url.strip())
+    return None
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -5,6 +5,7 @@ no package of an index.
 import json
 import re
 import subprocess
+from email.message import Message
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -119,6 +120,44 @@ def test_an_installed_fcsd_gives_what_pip_noted(
         assert plugin_install(tmp_path) == said
     finally:
         repository._of_package.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("named", "address"),
+    [
+        (["Repository, https://github.com/me/fcsd"], "https://github.com/me/fcsd"),
+        (
+            [
+                "Issues, https://github.com/me/other",
+                "repository,https://gitlab.com/me/x",
+            ],
+            "https://gitlab.com/me/x",
+        ),
+        (["Repository, /home/me/fcsd"], None),
+        (["Homepage, https://github.com/me/fcsd"], None),
+    ],
+)
+@pytest.mark.parametrize("remote", [None, "ssh://git@git.example.org/me/fcsd"])
+def test_the_address_in_the_distributions_metadata_stands_in_for_one_nobody_reaches(
+    named: list[str],
+    address: str | None,
+    remote: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metadata = Message()
+    for value in named:
+        metadata["Project-URL"] = value
+    monkeypatch.setattr(
+        repository.importlib.metadata, "metadata", lambda name: metadata
+    )
+    commit = checkout(tmp_path, remote)
+    said = f"{WORDS} at commit {commit}"
+    if address is not None:
+        said = f"`pip install 'fcsd-serving @ git+{address}@{commit}#subdirectory=serving'`"
+    assert plugin_install(tmp_path, published=True) == said
+    if remote is not None:  # who runs the command reaches it
+        assert f"git+{remote}@{commit}" in plugin_install(tmp_path)
 
 
 def test_nothing_that_is_printed_or_written_installs_the_plugin_by_its_name_alone():
