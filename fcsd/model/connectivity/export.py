@@ -45,7 +45,7 @@ from fcsd.model.connectivity.spec import (
     resolve_layers,
     selection_text,
 )
-from fcsd.model.families import PREFIX, Family, moe_mask
+from fcsd.model.families import PREFIX, Family, moe_mask, text_config
 
 # no path in it leads out of the folder
 _CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")
@@ -148,9 +148,9 @@ def convert_checkpoint(
         print(
             f"{source}: {misread}; the same is true of {destination}", file=sys.stderr
         )
-    # A model without weights is timed and never scored.
-    if alone and not config_only:
+    if alone and not config_only:  # without weights, it is timed and never scored
         tell_first_layers(connectivity, mask, family, source)
+        tell_drafts(known, field["layers"])
     return field["layers"]
 
 
@@ -178,6 +178,29 @@ def tell_first_layers(
         f" layers to keep regular, run `fcsd layers {shlex.quote(str(model))}`;"
         f" the selection {selection_text(later_layers, len(mask))} leaves out layer 0"
         " (docs/convert.md)",
+        file=sys.stderr,
+    )
+
+
+def tell_drafts(known: "_Checked", rewired: Sequence[int]) -> None:
+    """Say in one line what becomes of the drafts of a checkpoint's layers for
+    multi-token prediction; nothing where it has none, or no layer is rewired.
+    """
+    from fcsd.model.connectivity.extra_tensors import has_mtp
+
+    extra, family = known.extra, known.family
+    if not rewired or not has_mtp(extra, known.config):
+        return
+    config = text_config(known.config, family)
+    # What `fcsd mtp` needs: layers that transformers runs, behind the decoder layers.
+    behind = any(f"layers.{config.num_hidden_layers}." in name for name in extra)
+    way_out = "until `fcsd mtp` trains them"
+    if not behind or not getattr(config, "num_mtp_layers", None):
+        way_out = f"and `fcsd mtp` cannot train those of {family.model_type}"
+    print(
+        "the layers for multi-token prediction (MTP) were trained on the original's"
+        " hidden states: a server will accept fewer of their drafts,"
+        f" {way_out} (docs/convert.md)",
         file=sys.stderr,
     )
 

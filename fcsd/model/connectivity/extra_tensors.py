@@ -57,6 +57,14 @@ def promised_layers(config: Mapping[str, Any]) -> int:
     return max((int(count) for count in counts), default=0)
 
 
+def has_mtp(extra: Collection[str], config: Any) -> bool:
+    """Return whether tensors that no model loads are of MTP layers: by their names, or
+    by what the config promises.
+    """
+    named = any(_NAMED.search(name) for name in extra)
+    return named or (bool(extra) and promised_layers(config.to_dict()) > 0)
+
+
 def _promises(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each key that promises MTP layers, and the part of the config that it is in."""
     for key, value in list(config.items()):

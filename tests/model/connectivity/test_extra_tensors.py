@@ -131,6 +131,41 @@ def test_a_model_written_from_memory_has_every_tensor_of_its_checkpoint(
     assert tensors_of(again).keys() == before.keys()
 
 
+@pytest.mark.parametrize(
+    ("family", "prefix", "way_out"),
+    [
+        ("deepseek_v3", "model.layers.4.", "until `fcsd mtp` trains them (docs/"),
+        ("glm4_moe", "model.layers.4.", "until `fcsd mtp` trains them (docs/"),
+        (
+            "qwen3_next",
+            "mtp.layers.0.",
+            "and `fcsd mtp` cannot train those of qwen3_next",
+        ),
+        ("deepseek_v3", None, ""),
+    ],
+)
+def test_a_conversion_says_that_fewer_drafts_will_be_accepted_and_what_mends_it(
+    family: str,
+    prefix: str | None,
+    way_out: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if prefix is None:
+        tiny_model(family).save_pretrained(tmp_path / "original")
+    else:
+        with_mtp(tmp_path / "original", family, prefix)
+    convert_checkpoint(tmp_path / "original", tmp_path / "far", alone=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "(MTP)" in line]
+    assert len(lines) == (0 if prefix is None else 1)
+    for line in lines:
+        assert "a server will accept fewer of their drafts" in line and way_out in line
+    # Regular layers leave the states as they were.
+    none = Connectivity("none")
+    convert_checkpoint(tmp_path / "original", tmp_path / "regular", none, alone=True)
+    assert "(MTP)" not in capsys.readouterr().err
+
+
 def test_the_written_folder_is_read_by_transformers_and_counts_all_tensors(
     tmp_path: Path,
 ) -> None:
