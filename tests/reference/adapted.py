@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, logsigmoid, silu, softmax
 from transformers.cache_utils import KVSharingDict
 
+from tests.reference import sources
 from tests.reference import streams as hyper
 from tests.reference.blocks import block_streams
 from tests.reference.parts import (
@@ -435,12 +436,13 @@ LAYERS: dict[str, Any] = {
     "glm_moe_dsa": _glm_moe_dsa, "afmoe": _afmoe, "kolibri1": _kolibri, "axk1": _axk1, "inkling_text": _inkling,
     "flex_olmo": _flex_olmo, "cohere2_moe": _cohere2, "beam": _beam, "dbrx": _dbrx, "jetmoe": _jetmoe,
     "minimax": _minimax, "gemma4_text": _gemma4, **hyper.LAYERS, "nemotron_h": block_streams,
-    "zaya": _zaya,
+    "zaya": _zaya, "inkling2_text": sources.inkling2,
 }  # fmt: skip
 """Model type -> `Layer`; `block_streams` where each layer is one branch."""
 
 WRAPPERS: dict[str, Layer] = {
-    "mistral_large4": _glm_moe_dsa, "muse_spark": _muse_spark, "inkling_mm_model": _inkling, **hyper.WRAPPERS,
+    "mistral_large4": _glm_moe_dsa, "muse_spark": _muse_spark, "inkling_mm_model": _inkling,
+    "inkling2": sources.inkling2, **hyper.WRAPPERS,
 }  # fmt: skip
 """The same for multimodal wrappers."""
 
@@ -478,6 +480,8 @@ def adapted_streams(
     )
     if model.config.model_type == "zaya":
         handed_on["prev_router_hidden_states"] = None
+    if step is sources.inkling2:
+        handed_on[sources.BLOCKS] = []
     if "shared_kv_states" in arguments[0]:
         handed_on["shared_kv_states"] = KVSharingDict()
     for k, layer in enumerate(stack):
@@ -508,10 +512,11 @@ def adapted_forward(
     if config.model_type in hyper.HEADS:
         head = hyper.HEADS[config.model_type]
         return model.lm_head(head(model.model, config, streams[-1])), streams
-    _, norm = _decoder(model)
-    logits = model.lm_head(
-        norm(streams[-1]) / getattr(config, "logits_mup_width_multiplier", 1.0)
-    )
+    if LAYERS[config.model_type] is sources.inkling2:
+        normed = sources.head(model.model, config, streams)
+    else:
+        normed = _decoder(model)[1](streams[-1])
+    logits = model.lm_head(normed / getattr(config, "logits_mup_width_multiplier", 1.0))
     logits = logits * getattr(config, "logit_scale", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap), streams

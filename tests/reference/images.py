@@ -16,7 +16,8 @@ IMAGES: dict[str, tuple[int | None, int]] = {
     "ernie4_5_vl_moe": (3 * 4 * 4, 4), "gemma4": (3 * 4 * 4, 4), "mistral_large4": (None, 4),
     "muse_spark": (_VIDEO_PATCH, 4), "inkling_mm_model": (_VIDEO_PATCH, 4), "deepseek_ocr2": (None, 145),
     "unlimited_ocr": (None, 7), "qwen4_exp": (_VIDEO_PATCH, 4), "hy_v4_vl": (3 * 4 * 4, 6),
-    "glm5_next": (_VIDEO_PATCH, 4), "qwen3_vl_moe": (_VIDEO_PATCH, 4), "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
+    "glm5_next": (_VIDEO_PATCH, 4), "inkling2": (3 * 8 * 8, 4),
+    "qwen3_vl_moe": (_VIDEO_PATCH, 4), "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
 }  # fmt: skip
 """Wrapper -> (numbers in a patch; None if the processor gives whole images; tokens an image)."""
 
@@ -71,6 +72,12 @@ def image_inputs(
     if model_type == "inkling_mm_model":
         patches = torch.randn(2 * num_image_tokens, 2, 4, 4, 3, generator=generator)
         return {"input_ids": input_ids, "pixel_values": patches}
+    if model_type == "inkling2":  # four patches make a token
+        return {
+            "input_ids": input_ids,
+            "pixel_values": torch.randn(8, 8, 8, 3, generator=generator),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+        }
     patches = torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator)
     if model_type == "gemma4":  # a row of patches per image, with their positions
         places_of_patches = torch.cartesian_prod(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu, softmax
 
+from tests.reference import sources
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
 from tests.reference.parts import computed_once, is_outdated
@@ -294,7 +295,11 @@ def multimodal_reference_forward(
             if types is None
             else types.bool().flatten()
         )
-    side = {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
+    side: dict[str, Any] = (
+        {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
+    )
+    if model_type == "inkling2":
+        side[sources.BLOCKS] = []
     streams = [o]
     in_flight: Tensor | None = None
     for k, layer in enumerate(stack.layers):
@@ -338,9 +343,11 @@ def multimodal_reference_forward(
             o = o.masked_scatter(mask[..., None], o[mask] + features)
     if model_type in HEADS:
         return lm_head(HEADS[model_type](stack, config, o)), streams
-    logits = lm_head(
-        stack.norm(o) / getattr(config, "logits_mup_width_multiplier", 1.0)
-    )
+    if model_type == "inkling2":
+        normed = sources.head(stack, config, streams)
+    else:
+        normed = stack.norm(o)
+    logits = lm_head(normed / getattr(config, "logits_mup_width_multiplier", 1.0))
     logits = logits * getattr(config, "output_multiplier", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap), streams

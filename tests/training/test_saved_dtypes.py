@@ -35,9 +35,9 @@ from tests.support import Bench, few, user_error
 KEPT_IN_FLOAT32 = {
     "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note",
     "dots3_note_text", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite",
-    "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl", "inkling_mm_model",
-    "inkling_text", "instella_moe", "kolibri1", "lfm2_moe", "mimo_v2_flash", "mistral_large4", "muse_spark",
-    "nemotron_h", "solar_open", "zaya",
+    "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl", "inkling2",
+    "inkling2_text", "inkling_mm_model", "inkling_text", "instella_moe", "kolibri1", "lfm2_moe", "mimo_v2_flash",
+    "mistral_large4", "muse_spark", "nemotron_h", "solar_open", "zaya",
 }  # fmt: skip
 """Families of which some tensor is float32 in a bfloat16 model: by transformers' lists,
 or by how it is created.

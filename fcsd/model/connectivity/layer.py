@@ -69,6 +69,21 @@ class CalledView(View):
         return self.call(*args, **kwargs)
 
 
+class StreamPair(tuple[torch.Tensor, torch.Tensor]):
+    """(o_k, o_k - routed_k) in a model whose loop also reads o_k itself: what it asks
+    the stream for, it gets of o_k.
+    """
+
+    __slots__ = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self[0].device
+
+    def unsqueeze(self, dim: int) -> torch.Tensor:
+        return self[0].unsqueeze(dim)
+
+
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
     """Return a subclass with the same name (policies of FSDP, accelerate and DeepSpeed
     match on it) that pickles by path.
@@ -178,8 +193,13 @@ class LayerPass:
         o: torch.Tensor,
         attention_input: torch.Tensor | None,
         arguments: dict[str, Any],
+        sources: torch.Tensor | None = None,
     ) -> None:
+        """Take the arguments of a pass. sources: the streams of earlier blocks, where
+        the family's layout is sources.
+        """
         self.layer = layer
+        self.sources: Any = sources
         self.arguments = arguments
         self.plan: Any = layer.farskip_plan
         self.family = self.plan.family
@@ -222,6 +242,8 @@ class LayerPass:
             return sides | ({family.in_norm: self.in_norm} if family.in_norm else {})
         if family.layout == "streams":
             return self.stream_overrides()
+        if family.layout == "sources":
+            return self.source_overrides()
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "blocks":
             norms = self.with_attributes(norms)
@@ -261,6 +283,28 @@ class LayerPass:
         if branch and getattr(self.layer, branch) is not None:
             calls[branch] = self.stream_branch
         return calls | ({family.moe: self.moe} if self.plan.block_shared else {})
+
+    def source_overrides(self) -> dict[str, Any]:
+        before_attention, before_moe = self.family.connections
+        calls: dict[str, Any] = {before_moe: self.moe_source}
+        if getattr(self.layer, before_attention) is not None:
+            calls[before_attention] = self.attention_source
+        return calls
+
+    def mixed(self, side: int, stream: torch.Tensor) -> Any:
+        """Mix the streams of earlier blocks with this one."""
+        return getattr(self.layer, self.family.connections[side])(self.sources, stream)
+
+    def attention_source(self, sources: torch.Tensor, x: torch.Tensor) -> Any:
+        return self.mixed(0, self.a)
+
+    def moe_source(self, sources: torch.Tensor, h: torch.Tensor) -> Any:
+        """Mix what the MLP's branch reads. Where a block begins, the stream without
+        attention is empty, and o is one of `sources` already."""
+        self.after_attention = h.to(self.o.dtype)
+        if self.plan.outdated:
+            return self.mixed(1, self.o)
+        return getattr(self.layer, self.family.connections[1])(sources, h)
 
     def stream_branch(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a branch before attention, which reads what attention reads, and add its
@@ -414,6 +458,19 @@ def with_side_value(
     return (value, *args[1:]), kwargs
 
 
+def handed_on(plan: Any, out: Any) -> Any:
+    """Return a layer's output in the form that the model's loop can read."""
+    is_read = plan.family.layout == "sources" and plan.carry
+    return StreamPair(out) if is_read else out
+
+
+def sources_of(family: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return, of the arguments of a layer that follow the stream, the streams of earlier
+    blocks; none in other layouts.
+    """
+    return args[:1] if family.layout == "sources" else ()
+
+
 @functools.cache
 def layer_class(base: type) -> type:
     """Return the decoder layer that follows its `farskip_plan`; without one (an MTP
@@ -425,9 +482,10 @@ def layer_class(base: type) -> type:
         if self.farskip_plan is None:
             return base_call(self, hidden_states, *args, **kwargs)
         if self.farskip_runtime is not None:
-            return self.farskip_runtime.call(
+            out = self.farskip_runtime.call(
                 self, base_call, hidden_states, *args, **kwargs
             )
+            return handed_on(self.farskip_plan, out)
         o, attention_input = hidden_states, None
         if isinstance(hidden_states, tuple):
             o, attention_input = hidden_states
@@ -440,7 +498,7 @@ def layer_class(base: type) -> type:
             o, partial, side_output = out
             # The loop passes the second value on as `side`.
             return o, (partial, side_output)
-        return out
+        return handed_on(self.farskip_plan, out)
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan: Any = self.farskip_plan
@@ -448,7 +506,7 @@ def layer_class(base: type) -> type:
             return base_forward(self, o, *args, **kwargs)
         if self.farskip_runtime is not None:
             return self.farskip_runtime.forward(self, base_forward, o, *args, **kwargs)
-        run = LayerPass(self, o, args[0], kwargs)
+        run = LayerPass(self, o, args[0], kwargs, *sources_of(plan.family, args[1:]))
         out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out

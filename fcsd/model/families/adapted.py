@@ -23,6 +23,8 @@ families here:
 - cohere2_moe: attention and MLP read one norm of the same stream, so that only
   attention's input changes.
 - dbrx: both norms are inside a module that also holds attention.
+- inkling2: the stream that is in flight is the sum of one block of layers; what later
+  layers read of a block that ended is whole. A convolution over time follows routed.
 - jetmoe: attention has experts as well, which stay part of attention; only the output
   of the MLP's experts, with their bias, is in flight.
 """
@@ -87,6 +89,27 @@ _INKLING = Family(
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",
+    # Its short convolutions reach over the ends of examples.
+    packing="leaks",
+)
+
+_INKLING2 = Family(
+    model_type="inkling2_text",
+    folding=Folding(
+        reads=("r_proj", "sink_proj"),
+        # Keys and values read mixes of their own.
+        apart=(("Inkling2FullDecoderLayer", ("self_attn.k_proj", "self_attn.v_proj")),),
+        unread=("post_attention_convolution", "post_mlp_convolution"),
+        closed=("self_attn", "mlp"),
+    ),
+    config="Inkling2TextConfig",
+    decoder_layer=("Inkling2SlidingDecoderLayer", "Inkling2FullDecoderLayer"),
+    moe_block="Inkling2SparseMoeBlock",
+    layout="sources",
+    connections=("attention_input", "mlp_input"),
+    block_begins="is_block_boundary",
+    in_norm=None,
+    additive=False,
     # Its short convolutions reach over the ends of examples.
     packing="leaks",
 )
@@ -276,6 +299,8 @@ ROWS: tuple[Family, ...] = (
         moe_layers="mlp_layer_types",
     ),
     wrapper(_INKLING, "inkling_mm_model", "Inkling"),
+    _INKLING2,
+    wrapper(_INKLING2, "inkling2", "Inkling2"),
     Family(
         model_type="deepseek_v4",
         folding=Folding(reads=("kv_proj", "weights_proj")),

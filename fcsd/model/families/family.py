@@ -49,6 +49,8 @@ class Folding:
     identity there, the experts are left out."""
     unread: tuple[str, ...] = ()
     """Children of the layer with weights whose input is not the output of a norm."""
+    apart: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(class of a layer, modules in it that read another input than their branch)."""
     other_uses: tuple[tuple[str, str], ...] = ()
     """(module, operation in it) that also reads the input of the branch, and before
     which no map can be put.
@@ -77,6 +79,7 @@ class Family:
         parallel    o' = o + A(N(o)) + M(N(o))
         streams     H = r(O) + w·A(N(O)); O' = r(H) + w·M(N(H))            hyper-connections
         blocks      o' = o + B(N(o))                                       B is one of A, M
+        sources     h = r(o) + A(N(S, o));  o' = h + M(N(S', h))           block attention residuals
 
     In streams, O is several streams. N is a mix of them and a norm; w, a number for each
     stream, spreads the branch's output over them; r is O, or a mix of its streams. Mixes
@@ -93,7 +96,10 @@ class Family:
     keeps: in flight are one vector and w. In blocks, a layer reads another stream than o
     only if it and the layer before it are both rewired: o without the routed output of
     that layer, or, if B is an MoE block behind another branch, o without all of that
-    branch.
+    branch. In sources, S are the streams with which earlier blocks of layers ended, and
+    N mixes them with the stream and norms the mix. Where a block begins, r(o) is 0, and
+    S' and the S of later layers have o as well; elsewhere S' is S. Attention's branch
+    reads S and h of the previous layer, the MLP's S and o.
     """
 
     model_type: str
@@ -122,17 +128,21 @@ class Family:
     decoder_layer: str | tuple[str, ...] = ""
     """Class of a decoder layer, MoE or dense, or several if each kind of layer in a
     hybrid has its own; by default NAMEDecoderLayer."""
-    layout: Literal["pre_norm", "post_norm", "parallel", "streams", "blocks"] = (
-        "pre_norm"
-    )
+    layout: Literal[
+        "pre_norm", "post_norm", "parallel", "streams", "blocks", "sources"
+    ] = "pre_norm"
     """Where the branches read the stream; the equations are above."""
     connections: tuple[str, str] | tuple[()] = ()
     """Attributes of the layer: hyper-connections before attention and before the MLP, if
-    `layout` is streams."""
+    `layout` is streams; if it is sources, the mixes, of which the first layer has no
+    first."""
     connection_returns: tuple[Literal["read", "write", "mix", "streams"], ...] = ()
     """The values that a hyper-connection returns, in their order: the vector that the
     branch reads; the numbers that spread its output over the streams; the matrix whose
     transpose mixes the streams that are kept; these streams themselves."""
+    block_begins: str | None = None
+    """Attribute of the layer: whether a block of layers begins with it, if `layout` is
+    sources."""
     stream_branch: str | None = None
     """Attribute of the layer: branch without communication that reads all streams before
     attention, and is added to them; may be None in a given layer."""

@@ -2,9 +2,9 @@
 error messages.
 """
 
-_BLOCKS = (
-    "each of its branches reads a learned mix of the streams of earlier blocks of"
-    " layers, so what is in flight would reach every layer after it"
+_PASSES = (
+    "it runs some of its layers in several passes and begins each with a learned mix of"
+    " the passes before, so that a layer follows different layers in one forward pass"
 )
 _BOTH_WAYS = (
     "it denoises blocks of tokens with attention in both directions, but conversion and"
@@ -27,10 +27,8 @@ REFUSED: dict[str, str] = {
         "its experts are rows of an embedding that each token looks up by product keys:"
         " there is no expert network to send tokens to and no communication to overlap"
     ),
-    "inkling2": _BLOCKS,
-    "inkling2_loop": _BLOCKS,
-    "inkling2_loop_text": _BLOCKS,
-    "inkling2_text": _BLOCKS,
+    "inkling2_loop": _PASSES,
+    "inkling2_loop_text": _PASSES,
     "longcat_flash": (
         "its layers already add the MoE output one attention and one dense MLP later"
         " (shortcut-connected MoE), so its communication is overlapped by design"

@@ -38,7 +38,9 @@ def unpadded_vocab_size(config: Any) -> int | None:
     (inkling families); None: all.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "unpadded_vocab_size", None)
+    size = getattr(config, "unpadded_vocab_size", None)
+    # A vocabulary that was cut may be smaller.
+    return None if size is None else min(size, config.vocab_size)
 
 
 def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:

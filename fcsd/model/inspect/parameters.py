@@ -88,18 +88,24 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
                     routed = "experts" in inner.split(".") and parameter.ndim == 3
                     yield "attention", parameter, routed
     if family.connections:
-        yield from _before_the_head(model, stack)
+        mixes = type(getattr(stack[-1], family.connections[-1]))
+        yield from _before_the_head(model, stack, mixes)
     for parameter in model.parameters():
         # Beside layers, embeddings and head, a text model has a norm, or a scale.
         is_norm = parameter.ndim == 1 and not family.multimodal
         yield "norms" if is_norm else "other", parameter, False
 
 
-def _before_the_head(model: Any, stack: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Yield what mixes the streams for the head: it is beside the layers."""
+def _before_the_head(
+    model: Any, stack: Any, mixes: type
+) -> Iterator[tuple[str, Any, bool]]:
+    """Yield what mixes the streams for the head: it is beside the layers. mixes: class
+    of what does so in a layer.
+    """
     owner = next(m for m in model.modules() if getattr(m, "layers", None) is stack)
     for child in owner.children():
-        if child is not stack and any(p.ndim > 1 for p in child.parameters()):
+        matrices = any(p.ndim > 1 for p in child.parameters())
+        if child is not stack and (matrices or isinstance(child, mixes)):
             yield from _whole_module("connections", child)
 
 

@@ -15,7 +15,7 @@ PARTS = {
     "shared_experts": "shared experts",
     "routed_experts": "routed experts",
     "router": "routers",
-    "connections": "hyper-connections",
+    "connections": "mixes of streams",
     "norms": "norms",
     "other": "other (vision, projector)",
 }

@@ -34,6 +34,7 @@ from fcsd.model.connectivity.layer import (
     LayerPass,
     View,
     side_value,
+    sources_of,
     with_side_value,
 )
 from fcsd.model.families.structure import checkpoints_reentrantly
@@ -183,7 +184,13 @@ class LayerRuntime:
             return (run.output, run.gated_shared()) if plan.block_shared else run.output
 
         moe_override = {} if run is None else {family.moe: block}
-        rewired = LayerPass(View(layer, moe_override), o, attention_input, kwargs)
+        rewired = LayerPass(
+            View(layer, moe_override),
+            o,
+            attention_input,
+            kwargs,
+            *sources_of(family, args),
+        )
         overrides = moe_override | rewired.overrides()
         attention_cut: Any = contextlib.nullcontext()
         if run is not None and plan.outdated:
@@ -234,6 +241,12 @@ def _beside_attention(
             calls[family.mlp_norm] = lambda _: run.m
         return calls
     begin()
+    if family.layout == "sources":
+        return {
+            family.moe: block,
+            family.connections[1]: lambda sources, h: (_note_sum(rewired, h),),
+            family.mlp_norm: lambda _: run.m,
+        }
     if family.layout != "pre_norm":
         return {family.moe: block}
     return {
@@ -248,6 +261,9 @@ def _block_input(rewired: LayerPass) -> Any:
     if family.layout == "streams":
         rewired.early_connection = rewired.connection(1, rewired.kept(0, rewired.o))
         return rewired.norm(family.mlp_norm, rewired.early_connection["read"])
+    if family.layout == "sources":
+        (mixed,) = rewired.mixed(1, rewired.o)
+        return rewired.norm(family.mlp_norm, mixed).to(rewired.o.dtype)
     if family.layout == "pre_norm":
         stream = rewired.o
     else:
@@ -255,6 +271,11 @@ def _block_input(rewired: LayerPass) -> Any:
     if family.layout == "parallel":
         return stream
     return rewired.norm(family.mlp_norm, rewired.kept(0, stream))
+
+
+def _note_sum(rewired: LayerPass, h: Tensor) -> Tensor:
+    rewired.after_attention = h.to(rewired.o.dtype)
+    return h
 
 
 def _note_attention(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:

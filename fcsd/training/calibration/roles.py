@@ -157,6 +157,8 @@ def _places(
 ) -> tuple[Place, ...]:
     ends = (*READS, *folding.reads) if reads else (*WRITES, *folding.writes)
     left_out = [*folding.left_out]
+    for name, apart in folding.apart:
+        left_out += apart if type(layer).__name__ == name else ()
     latent = dict(layer.named_modules()).get(folding.latent or "-")
     if latent is not None and next(latent.parameters(), None) is not None:
         left_out.append(f"{str(folding.latent).rpartition('.')[0]}.experts")

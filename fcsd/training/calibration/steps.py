@@ -25,7 +25,8 @@ from fcsd.training.losses.head import body_hidden
 
 Stream = dict[str, Tensor]
 """Output of a layer: o, the stream; partial, the stream without the routed output that
-is in flight, if any; side, the second value that layers of some families pass on."""
+is in flight, if any; side, the second value that layers of some families pass on;
+sources, where layers read them, the streams of earlier blocks (B, T, S, D)."""
 
 
 class _Reached(BaseException):
@@ -47,7 +48,8 @@ def _called(cls: type, call: Callable[..., Any]) -> type:
 @functools.cache
 def _skipping(cls: type, side_output: str | None) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states, None) if side_output else hidden_states
+        kept = self.__dict__.get("_kept_output", hidden_states)
+        return (kept, None) if side_output else kept
 
     return _called(cls, __call__)
 
@@ -62,7 +64,7 @@ def _giving(cls: type, side_output: str | None) -> type:
 
 
 @functools.cache
-def _reached(cls: type, side_output: str | None) -> type:
+def _reached(cls: type, side_output: str | None, begins: str | None = None) -> type:
     base_call: Any = cls.__call__
 
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +82,13 @@ def _reached(cls: type, side_output: str | None) -> type:
         elif "partial" in stream:
             states = (stream["o"], stream["partial"])
         out = base_call(self, states, *args, **kwargs)
-        raise _Reached(_stream(out, side_output))
+        after = _stream(out, side_output)
+        if begins:
+            sources = args[0]
+            if getattr(self, begins):
+                sources = torch.cat([sources, stream["o"].unsqueeze(-2)], dim=-2)
+            after["sources"] = sources
+        raise _Reached(after)
 
     return _called(cls, __call__)
 
@@ -112,7 +120,8 @@ class Steps:
         """Return the stream after layer `index` when its input is `stream`; without a
         stream, return the layer's input in a pass of the model.
         """
-        with self._only(index, stream, _reached):
+        kind = functools.partial(_reached, begins=self.family.block_begins)
+        with self._only(index, stream, kind):
             # The pass ends in `_reached`: layers after the target never run.
             try:
                 body_hidden(
@@ -153,6 +162,8 @@ class Steps:
         target: nn.Module = self.layers[index]
         for k, layer in enumerate(self.layers[:index]):
             layer.__class__ = _skipping(classes[k], side_output)
+        for k, output in self._block_ends(index, stream):
+            self.layers[k].__dict__["_kept_output"] = output
         target.__class__ = kind(classes[index], side_output)
         target.__dict__["_kept_stream"] = stream
         try:
@@ -161,3 +172,19 @@ class Steps:
             del target.__dict__["_kept_stream"]
             for layer, cls in zip(self.layers, classes, strict=True):
                 layer.__class__ = cls
+                layer.__dict__.pop("_kept_output", None)
+
+    def _block_ends(
+        self, index: int, stream: Stream | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the layers before `index` that end a block, with their outputs: the
+        model's loop keeps these for all later layers.
+        """
+        begins = self.family.block_begins
+        if begins is None or stream is None or "sources" not in stream:
+            return
+        firsts = [k for k, layer in enumerate(self.layers) if getattr(layer, begins)]
+        sources = stream["sources"].unbind(-2)
+        for first, output in zip(firsts[1:], sources[1:], strict=False):
+            if first <= index:
+                yield first - 1, output

@@ -54,6 +54,8 @@ def field(layers, attention="partial", mlp="outdated"):
         ("kolibri1", {"norm_topk_prob": False}),
         ("flex_olmo", {"norm_topk_prob": True}),
         ("minimax", {"layer_types": ["linear_attention"] * 4}),
+        ("inkling2_text", {"n_layers_per_attn_res_block": 1}),
+        ("inkling2_text", {"n_layers_per_attn_res_block": 6, "layer_types": ["hybrid"] * 4}),
         (
             "nemotron_h",
             {
@@ -212,6 +214,16 @@ MUTANTS = {
     ),
     "streams: the shared output is spread like that of attention": (
         "self.spread(1, shared_output)", "self.spread(0, shared_output)", STREAMS,
+    ),
+    "sources: attention reads what is in flight": (
+        "return self.mixed(0, self.a)", "return self.mixed(0, self.o)", ("inkling2_text",),
+    ),
+    "sources: the MLP sees attention": (
+        "            return self.mixed(1, self.o)", "            pass", ("inkling2_text",),
+    ),
+    "sources: a stream with which a block begins is read twice": (
+        "return self.mixed(1, self.o)",
+        "return getattr(self.layer, self.family.connections[1])(sources, self.o)", ("inkling2_text",),
     ),
     "a second output: it is not handed on": (
         "return (o, (partial, side_output))", "return (o, (partial, side_value(side, args, kwargs)))",

@@ -34,11 +34,12 @@ MIXED = ("partial", [1, 3])
 
 SINKS = (
     *("deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "hy_v4"),
-    "mimo_v2_flash",
+    *("inkling2_text", "mimo_v2_flash"),
 )
 RECURRENT = (
     *("bailing_hybrid", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lara_mini"),
     *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"), *("nemotron_h", "qwen4_exp_text", "zaya"),
+    "inkling2_text",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]

@@ -41,8 +41,7 @@ def test_a_refused_family_exists_upstream_and_is_not_supported(name):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("inkling2", ["block_states"]),
-        ("inkling2_loop", ["block_states", "attention_input(block_states"]),
+        ("inkling2_loop", ["loop_num_passes", "message_input"]),
         ("longcat_flash", ["shortcut_mlp_output", "self.input_layernorm[1]"]),
         ("doge", ["down_embed = nn.Embedding"]),
         ("bamba", ["num_experts = 1"]),

@@ -15,6 +15,10 @@ from fcsd.parallel.overlap.layer import runtimes
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 CHECKPOINTING = {"use_reentrant": False}
 Gradients = dict[str, torch.Tensor]
+WITHOUT_EFFECT = "layers.0.mlp_input.query"
+"""A softmax over one source, before which there are no others (inkling2): its gradient
+is rounding errors of zero.
+"""
 
 
 def spread(
@@ -86,7 +90,7 @@ def worst(actual: Gradients, expected: Gradients | None) -> float:
     errors = [
         float((gathered[n] - g).abs().max() / g.abs().max())
         for n, g in expected.items()
-        if n != "loss" and g.any()
+        if n != "loss" and g.any() and not n.endswith(WITHOUT_EFFECT)
     ]
     return max(errors)
 

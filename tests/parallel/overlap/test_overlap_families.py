@@ -30,9 +30,9 @@ TIGHT = [
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoeshared",
     "instella_moe", "llama4_text", "qwen3_next",
 ]  # fmt: skip
-NOT_IN_BF16 = {"minimax"}
-"""Whose own attention multiplies float32 by bfloat16 under FSDP's mixed precision;
-fails in transformers alone, too.
+NOT_IN_BF16 = {"minimax", "inkling2", "inkling2_text"}
+"""Whose own attention or router multiplies float32 by bfloat16 under FSDP's mixed
+precision; fails in transformers alone, too.
 """
 WIDER: dict[str, dict[str, int]] = {"muse_spark": {"moe_hidden_size": 32}}
 """A grouped matmul in bfloat16 takes rows of a multiple of 16 bytes."""

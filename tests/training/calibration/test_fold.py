@@ -30,6 +30,9 @@ NO_NORM = "input of {}: not the output of a norm"
 BOTH = {ADDS.format("self_attn"), ADDS.format("mlp")}
 INKLING = BOTH | {NO_NORM.format("attn_sconv"), NO_NORM.format("mlp_sconv")}
 GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
+INKLING2 = BOTH | {
+    NO_NORM.format(f"post_{side}_convolution") for side in ("attention", "mlp")
+}
 QWEN4 = BOTH | {ADDS.format("linear_attn"), NO_NORM.format("ple")}
 # A norm, a convolution, a gate per channel or the spread over several streams follows the
 # branch; everything else in all families is folded.
@@ -43,13 +46,22 @@ LEFT = {
     "gemma4_text": GEMMA4, "gemma4": GEMMA4, "muse_spark": BOTH, "zaya": BOTH,
     **dict.fromkeys(("deepseek_v4", "hy_v4", "hy_v4_vl", "glm5_next"), BOTH),
     "qwen4_exp_text": QWEN4, "qwen4_exp": QWEN4, "mistral_large4": {INDEXER},
+    "inkling2_text": INKLING2, "inkling2": INKLING2,
 }  # fmt: skip
 # Nothing in their MoE block can be folded, or their experts are not called with the
 # tokens' choices and weights.
 TOGETHER = {
     "afmoe", "kolibri1", "axk1", "inkling_text", "inkling_mm_model", "flex_olmo", "beam", "gemma4_text", "gemma4",
 }  # fmt: skip
-TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe"}
+TOGETHER |= {
+    "inkling2_text",
+    "inkling2",
+    "muse_spark",
+    "llama4_text",
+    "llama4",
+    "dbrx",
+    "jetmoe",
+}
 TOGETHER |= {
     "nemotron_h",
     "deepseek_v4",
@@ -154,9 +166,12 @@ def around(
 
 @pytest.mark.parametrize("model_type", few(FAMILIES))
 def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(
-    model_type: str,
+    model_type: str, request: pytest.FixtureRequest
 ) -> None:
     family = FAMILIES[model_type]
+    if model_type in ("inkling2", "inkling2_text"):
+        # Their routers multiply float32 by weights that are never anything else.
+        request.getfixturevalue("float64")
     model = tiny_model(model_type, dtype=torch.float64, experts_implementation="eager")
     convert_model(model, Connectivity("all"))
     generator = torch.Generator().manual_seed(1)
@@ -242,6 +257,28 @@ def test_a_familys_row_holds_for_its_other_configurations(
         model = tiny_model(model_type, **changes)
         convert_model(model, Connectivity("all", mlp=mlp))
         assert list(layers(model, FAMILIES[model_type]))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("rewired", [[], [0, 1, 2, 3], [1, 2]])
+def test_layer_by_layer_the_streams_of_earlier_blocks_are_those_of_a_whole_pass(
+    rewired: list[int],
+) -> None:
+    model, tokens = tiny_model("inkling2_text", n_layers_per_attn_res_block=2), batch()
+    if rewired:
+        convert_model(model, Connectivity(rewired))
+    steps = Steps(model, FAMILIES["inkling2_text"])
+    stream = steps.step(0, tokens, None)
+    inputs = [stream["o"]]
+    for index in range(len(steps.layers)):
+        stream = steps.step(index, tokens, stream)
+        inputs.append(stream["o"])
+    assert torch.equal(stream["sources"], torch.stack([inputs[0], inputs[2]], dim=-2))
+    with torch.no_grad():
+        whole = model.model(
+            tokens["input_ids"], position_ids=tokens["position_ids"], use_cache=False
+        )
+    assert torch.equal(steps.end(tokens, stream), whole.last_hidden_state)
 
 
 @torch.no_grad()

@@ -396,6 +396,8 @@ def own_logits_model(family):
         config.final_logit_softcapping = 3.0
         if hasattr(model, "final_logit_softcapping"):  # mistral_large4 keeps a copy
             model.final_logit_softcapping = 3.0
+        if hasattr(model, "logit_softcap"):  # inkling2, in a module
+            model.logit_softcap.softcap = 3.0
     if hasattr(config, "unpadded_vocab_size"):
         config.unpadded_vocab_size = config.vocab_size - 5
     return model
