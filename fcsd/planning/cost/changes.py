@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fcsd.base.errors import UserError
+from fcsd.base.text import size
 from fcsd.planning.cost.job import Job
 from fcsd.planning.cost.memory import Layout, memory_parts
 from fcsd.planning.cost.trace import Setting, Trace
@@ -53,6 +54,12 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
         if setting.num_rows > 1:
             setting = replace(setting, num_rows=1, accumulates=True)
             yield row("train.per_device_train_batch_size: 1")
+        averaged = memory_parts(trace_of(setting), setting, layout).get(
+            "averaged weights", 0
+        )
+        if averaged:
+            layout = replace(layout, averages=False)
+            yield row(f"train.ema_decay: null ({size(averaged)} of averaged weights)")
         # A cache holds the last hidden states only, so the L2 term needs the teacher's
         # forward pass, and so does text that the student writes.
         if (
@@ -76,7 +83,10 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
         # offloading.
         base = layout
         layout = replace(layout, offload=True)
-        yield row("optimiser states offloaded to the host's memory")
+        yield row(
+            "optimiser states offloaded to the host's memory:"
+            " configs/zero3_offload_8.yaml"
+        )
         layout = base
         for count in MORE_GPUS:
             if count > layout.num_gpus:

@@ -688,7 +688,11 @@ def test_what_does_not_fit_comes_with_changes_until_it_does(
 ) -> None:
     path = few_layers(
         recipe(
-            train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}
+            train={
+                "gradient_checkpointing": False,
+                "per_device_train_batch_size": 4,
+                "ema_decay": 0.999,
+            }
         ),
         8,
     )
@@ -697,8 +701,14 @@ def test_what_does_not_fit_comes_with_changes_until_it_does(
     changes = facts["changes"]
     assert changes[0]["change"] == "train.gradient_checkpointing: true"
     assert changes[1]["change"] == "train.per_device_train_batch_size: 1"
-    assert changes[2]["change"] == "teacher.backend: cache, filled in advance"
-    assert changes[3]["change"].startswith("--sharding fsdp2 --gpus 8")
+    averaged = facts["memory"]["parts"]["averaged weights"]
+    assert averaged == 4 * facts["parameters"]["trained"]
+    assert changes[2]["change"] == (
+        f"train.ema_decay: null ({size(averaged)} of averaged weights)"
+    )
+    assert changes[1]["total_bytes"] - changes[2]["total_bytes"] == averaged
+    assert changes[3]["change"] == "teacher.backend: cache, filled in advance"
+    assert changes[4]["change"].startswith("--sharding fsdp2 --gpus 8")
     assert [row["fits"] for row in changes] == [False] * (len(changes) - 1) + [True]
     assert all(row["supported"] for row in changes)
     text = estimate_table(facts)
