@@ -2,6 +2,7 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from fcsd.base.errors import UserError
 from fcsd.cli.options import (
@@ -41,6 +42,26 @@ def _convert(arguments: Namespace) -> None:
             format=arguments.format,
         )
     )
+    if arguments.format is None and not arguments.config_only:
+        _warn_uncalibrated(arguments.out)
+
+
+def _warn_uncalibrated(out: str) -> None:
+    """Say that a converted checkpoint needs calibration, where attention reads a stream
+    without the whole output of the MoE block before it.
+    """
+    from fcsd.model.connectivity.checkpoint import read_config
+
+    _, family, connectivity = read_config(Path(out))
+    if family is None or connectivity is None or connectivity.attention != "partial":
+        return
+    if not (family.block_shared or family.layer_shared):
+        print(
+            f"fcsd convert: {family.model_type} has no shared expert: with copied weights,"
+            " a model whose attention does not wait for the experts writes rubbish;"
+            " calibrate before use (`fcsd calibrate MODEL OUT --text FILE` instead)",
+            file=sys.stderr,
+        )
 
 
 def _calibrate(arguments: Namespace) -> None:

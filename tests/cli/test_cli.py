@@ -20,6 +20,7 @@ from fcsd.cli.main import main
 from fcsd.cli.options import Command
 from fcsd.cli.program import Program
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT, Bench, start
 
 
@@ -540,6 +541,35 @@ def test_an_interruption_says_how_to_continue(
         capsys.readouterr().err
         == "\nfcsd distill: interrupted; run the same command again to continue\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "warned"),
+    [
+        ("qwen3_moe", ["--mlp", "full"], True),
+        ("mixtral", [], True),
+        ("qwen3_moe", ["--attention", "full"], False),
+        ("qwen3_moe", ["--config-only"], False),
+        ("qwen2_moe", ["--mlp", "full"], False),
+    ],
+)
+def test_convert_says_that_weights_without_a_shared_expert_need_calibration(
+    family: str,
+    options: list[str],
+    warned: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    capfd.readouterr()
+    out = str(tmp_path / "out")
+    assert main(["convert", str(tmp_path / "model"), out, *options]) == 0
+    printed = capfd.readouterr()
+    assert printed.out == f"{out}\n"
+    lines = [line for line in printed.err.splitlines() if "calibrate" in line]
+    assert len(lines) == warned
+    if warned:
+        assert f"fcsd convert: {family} has no shared expert" in lines[0]
 
 
 def test_convert_and_unconvert_give_the_weights_back(
