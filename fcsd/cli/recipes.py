@@ -5,6 +5,7 @@ files for them (tiny-data, configs).
 from __future__ import annotations
 
 import shutil
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -44,7 +45,14 @@ def _load_recipe(arguments: Namespace) -> Recipe:
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.tiny.rehearse import rehearse
 
-    return rehearse(recipe, arguments.rehearse, join_launch())
+    launch = join_launch()
+    if launch.first:
+        print(
+            "--rehearse: the model is tiny and random: figures, and warnings about the"
+            " amount of text, truncated examples and a worse model, mean nothing here",
+            file=sys.stderr,
+        )
+    return rehearse(recipe, arguments.rehearse, launch)
 
 
 def _run(arguments: Namespace) -> Run:

@@ -299,8 +299,8 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def _num_layers(recipe: Recipe) -> int:
-    """Return enough layers for all that are selected by number; shares of the layers
-    need no more than `_LAYERS`.
+    """Return enough layers for all that are selected by number, and one regular layer
+    beside a number of them; shares of the layers need no more than `_LAYERS`.
     """
     sections = [variant_recipe.connectivity for variant_recipe in recipe.with_variants]
     if recipe.pretrain is not None:
@@ -313,7 +313,7 @@ def _num_layers(recipe: Recipe) -> int:
             layer_counts.append(selection[-1] + 1)
         elif isinstance(selection, dict):
             layer_counts += [
-                count for count in selection.values() if isinstance(count, int)
+                count + 1 for count in selection.values() if isinstance(count, int)
             ]
     return max(layer_counts)
 

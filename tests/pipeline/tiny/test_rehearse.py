@@ -385,6 +385,10 @@ def own_model(tmp_path: Path) -> str:
 def test_of_any_other_model_the_sizes_of_its_config_are_cut(
     own_model: str, tmp_path: Path
 ) -> None:
+    # A number of layers leaves a regular one.
+    counted = small_recipe(own_model, connectivity={"layers": {"last": 7}})
+    small = rehearse(counted, tmp_path / "counted")
+    assert AutoConfig.from_pretrained(small.model.path).num_hidden_layers == 8
     small = rehearse(
         small_recipe(own_model, connectivity={"layers": [0, 5]}), tmp_path / "r"
     )
@@ -471,7 +475,8 @@ def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_
         f"runs/tiny-data/train.jsonl: no such file; {command}\n"
     )
     assert main(["run", "tiny/demo", "--rehearse", "small"]) == 2
-    *warnings, line = capsys.readouterr().err.splitlines()
+    note, *warnings, line = capsys.readouterr().err.splitlines()
+    assert note.startswith("--rehearse: the model is tiny and random: figures, and")
     first = "the selection last:3 leaves out layer 0 (docs/convert.md)"
     assert [each.rpartition("; ")[2] for each in warnings] == [*[command] * 3, first]
     assert line.endswith(
