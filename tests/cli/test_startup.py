@@ -1,11 +1,13 @@
 """The command line loads no heavy library before it has work to do."""
 
+import pytest
+
 from tests.support import start
 
 MISTAKE = """
 import sys
 from fcsd.cli.main import main
-status = main(['distill', 'nowhere.yaml'])
+status = main(sys.argv[1:])
 print(status, 'torch' in sys.modules)
 """
 
@@ -26,11 +28,21 @@ print({'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules))
 """
 
 
-def test_a_mistaken_recipe_is_refused_before_torch_is_loaded() -> None:
-    with start("-c", MISTAKE) as child:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["distill", "nowhere.yaml"], "nowhere.yaml: no such file\n"),
+        (["plan", "nowhere"], "nowhere: no such folder; a checkpoint is a folder with"),
+        (["plan", "a/b", "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
+    ],
+)
+def test_a_mistaken_name_is_refused_before_torch_is_loaded(
+    words: list[str], message: str
+) -> None:
+    with start("-c", MISTAKE, *words) as child:
         out, error = child.communicate()
     assert out == "2 False\n"
-    assert error == "fcsd distill: error: nowhere.yaml: no such file\n"
+    assert error.startswith(f"fcsd {words[0]}: error: {message}")
 
 
 def test_the_help_of_a_command_loads_no_heavy_library() -> None:
