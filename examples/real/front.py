@@ -178,7 +178,11 @@ def points(tokens: int) -> list[Point]:
     found += [Point("shared", rewired, *start) for rewired in first for start in starts]
     found += [
         Point("upcycled", rewired, *start)
-        for rewired in ("attention", "attention-24", "attention-16", "last-28", "10")
+        for rewired in (
+            *(f"attention{fewer}" for fewer in ("", "-24", "-16", "-8")),
+            "last-28",
+            "10",
+        )
         for start in starts
     ]
     # Ten times as long: what looks best, and the paper's selection.
