@@ -68,7 +68,7 @@ def run_study(study: SteeringStudy, launch: Launch) -> str:
             divide the experts.
     """
     run = Run(load_recipe(study.recipe), launch)
-    folder = Path(study.output_dir or run.recipe.folder / "steering")
+    folder = Path(study.output_dir or run.layout.root / "steering")
     links = links_of(study)
     _check(study, links, run)
     reference = Reference(run.original, run.recipe.data)

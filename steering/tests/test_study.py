@@ -79,7 +79,7 @@ class Finished:
 
     @property
     def folder(self) -> Path:
-        return Path(self.run.recipe.folder / "steering")
+        return Path(self.run.layout.root / "steering")
 
     def tables(self, name: str, model: str = "original") -> Path:
         return tables_folder(self.folder, model) / f"{name}.safetensors"
@@ -300,7 +300,7 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
     study = load_study(study_of(recipe, placement="balanced", **options))
     with pytest.raises(Done):
         run_study(study, run.launch)
-    folder = tables_folder(run.recipe.folder / "steering", "original")
+    folder = tables_folder(run.layout.root / "steering", "original")
     tables = read_tables(folder / "camoe-0.2.safetensors")
     batches, counts = seen["batches"], seen["counts"]
     pad = run.tokenizer.pad_token_id
