@@ -450,7 +450,7 @@ def test_engines_under_which_a_student_cannot_write_are_refused(
         ({"objective": {"name": "kl", "own_text": 1.5}}, "objective.own_text"),
         (
             {"objective": {"name": "kl", "own_text": 0}},
-            "objective.own_text: a share above 0 is needed; leave it out to train on the",
+            "objective: own_text: a share above 0 is needed; leave it out to train on the",
         ),
         (
             {"objective": {"name": "kl", "own_text_tokens": 6}},

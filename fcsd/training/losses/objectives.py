@@ -26,9 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from fcsd.base.strict import Strict, one_of
+from fcsd.base.strict import Rule, Strict, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,7 +179,7 @@ class DivergenceObjectiveConfig(ObjectiveBase):
     own_text: float | None = Field(
         None,
         description="share of rows whose answers the student writes itself",
-        gt=0,
+        ge=0,
         le=1,
     )
     own_text_tokens: int | None = Field(
@@ -196,15 +196,13 @@ class DivergenceObjectiveConfig(ObjectiveBase):
 
     has_teacher = True
 
-    @field_validator("own_text", mode="before")
-    @classmethod
-    def _none_is_left_out(cls, value: Any) -> Any:
-        if value == 0:
-            raise ValueError(
-                "a share above 0 is needed; leave it out to train on the text of the"
-                " data alone"
-            )
-        return value
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda objective: objective.own_text == 0,
+            "own_text: a share above 0 is needed; leave it out to train on the text of"
+            " the data alone",
+        ),
+    )
 
     @model_validator(mode="after")
     def _settings_have_own_text(self) -> Self:
