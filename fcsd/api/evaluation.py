@@ -160,6 +160,7 @@ def evaluate_model(
         original=_original(original, model, name, suite, launch),
     )
     with preserved(model, tokenizer), prepared as evaluate:
+        evaluate.check_positions(model.config)
         result, samples = evaluate(model, name, batches)
     # All ranks report the clock of the first, so that their results are equal.
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)

@@ -20,7 +20,7 @@ from fcsd.evaluation.config import BatchSize
 from fcsd.evaluation.results import Journal
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.launch import Ranks, input_device
-from fcsd.parallel.shard import gathered_once
+from fcsd.parallel.place import gathered_once
 from fcsd.training.generation import (
     Answer,
     Decoding,

@@ -43,7 +43,14 @@ from fcsd.base.strict import check_name, validate
 from fcsd.base.writing import make_folder, write_text, writing
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome
-from fcsd.evaluation.config import KINDS, CodeTaskConfig, Kind, TaskConfig, pass_k
+from fcsd.evaluation.config import (
+    KINDS,
+    CodeTaskConfig,
+    Kind,
+    LMEvalTaskConfig,
+    TaskConfig,
+    pass_k,
+)
 from fcsd.evaluation.datasets import dataset_location, fetched_revision
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.scores import floor_of
@@ -273,14 +280,13 @@ def task_result(
     data_root: Path | None,
 ) -> dict[str, Any]:
     """Build the entry of one task in the result."""
+    facts = row.model_dump(exclude_none=True)
+    if row.floor is None and isinstance(row, LMEvalTaskConfig):
+        facts["floor"] = shipped_floor(row.task, row.metric)
     result: dict[str, Any] = {
         "metric": row.metric,
         **mean_of([sample["score"] for sample in samples]),
-        "floor": floor_of(
-            {"floor": shipped_floor(row.task, row.metric)}
-            | row.model_dump(exclude_none=True),
-            samples,
-        ),
+        "floor": floor_of(facts, samples),
         "num_items": len(samples),
         "num_items_total": num_items_total,
         "num_fewshot": row.num_fewshot,

@@ -234,10 +234,8 @@ class PreparedEvaluation:
         config: of the model, which need not be loaded.
         """
         for row in self.missing:
-            limit = items_limit(row, self.context.config.limit)
-            STEPS[row.kind].check_positions(
-                row, self.prepared[row.task], limit, config, self.context.tokenizer
-            )
+            items = self.prepared[row.task]
+            STEPS[row.kind].check_positions(row, items, config, self.context.tokenizer)
 
     def __call__(
         self,
@@ -266,7 +264,6 @@ class PreparedEvaluation:
     def evaluate(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
-        self.check_positions(backend.config)
         samples = dict(self.finished)
         facts = {task: dict(task_facts) for task, task_facts in self.facts.items()}
         progress = Progress(

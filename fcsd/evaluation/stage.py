@@ -222,7 +222,8 @@ def run_evaluation(
     launch = launch.for_evaluation()
     check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.model
-    check_original(evaluation.suite.tasks, evaluation.original)
+    if evaluation.writes_own_text:
+        check_original(evaluation.suite.tasks, evaluation.original)
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
         folder,

@@ -79,7 +79,7 @@ class Steps(Protocol):
         """Refuse a task that a server cannot answer; the server is not asked."""
 
     def check_positions(
-        self, row: Any, items: Any, limit: int | None, config: Any, tokenizer: Any
+        self, row: Any, items: Any, config: Any, tokenizer: Any
     ) -> None:
         """Refuse prompts and answers that do not fit the positions of a model with this
         config.

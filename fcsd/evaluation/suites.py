@@ -189,5 +189,9 @@ def shipped_floor(task: str, metric: str) -> float | None:
 
 @functools.cache
 def _shipped_floors() -> dict[tuple[str, str], float]:
-    rows = [row for name in suite_names() for row in load_suite(name).tasks]
-    return {(row.task, row.metric): row.floor for row in rows if row.floor is not None}
+    files = [data_dir("eval") / "suites" / f"{name}.yaml" for name in suite_names()]
+    # Read only: what ships with fcsd is valid.
+    rows = [row for file in files for row in read_yaml(file).get("tasks", ())]
+    return {
+        (row["task"], row["metric"]): row["floor"] for row in rows if "floor" in row
+    }

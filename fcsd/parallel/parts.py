@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fcsd.parallel.launch import Ranks
-from fcsd.parallel.shard import KEPT, reshard
+from fcsd.parallel.place import reshard
+from fcsd.parallel.shard import KEPT
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,8 @@ from fcsd.parallel.engine import (
 )
 from fcsd.parallel.launch import Launch, is_sharded, join_launch
 from fcsd.parallel.parts import first_row
-from fcsd.parallel.place import load_for_launch
-from fcsd.parallel.shard import (
-    gathered_once,
-    shard_student,
-    shard_teacher,
-    zero_settings,
-)
+from fcsd.parallel.place import gathered_once, load_for_launch
+from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.prepare import freeze_embeddings_and_head

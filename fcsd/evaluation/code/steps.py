@@ -61,7 +61,6 @@ def check_server(
 def check_positions(
     row: CodeTaskConfig,
     items: Sequence[Problem],
-    limit: int | None,
     config: Any,
     tokenizer: Any,
 ) -> None:

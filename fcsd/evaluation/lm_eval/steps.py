@@ -58,7 +58,7 @@ def check_server(
 
 
 def check_positions(
-    row: LMEvalTaskConfig, items: Tasks, limit: int | None, config: Any, tokenizer: Any
+    row: LMEvalTaskConfig, items: Tasks, config: Any, tokenizer: Any
 ) -> None:
     """Refuse answers that leave no room for a prompt; a longer prompt is cut."""
     positions = num_positions(config)

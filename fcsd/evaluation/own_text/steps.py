@@ -70,7 +70,6 @@ def check_server(
 def check_positions(
     row: OwnTextTaskConfig,
     items: Sequence["Prompt"],
-    limit: int | None,
     config: Any,
     tokenizer: Any,
 ) -> None:

@@ -30,8 +30,14 @@ from fcsd.model.connectivity.modeling import (
 )
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.dtypes import PLAIN
-from fcsd.model.families import Family, family_of, moe_mask
-from fcsd.model.families.sizes import check_sizes, null_sizes, refused_config
+from fcsd.model.families import (
+    Family,
+    check_sizes,
+    family_of,
+    moe_mask,
+    null_sizes,
+    refused_config,
+)
 from fcsd.model.quantised.methods import (
     dequantise_advice,
     is_dequantised_here,
@@ -452,10 +458,10 @@ def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
     try:
-        family = family_of(config)
+        family_of(config)
     except UserError as error:
         raise UserError(f"{checkpoint.folder}: {error}") from None
-    check_sizes(config, family, str(checkpoint.folder / CONFIG))
+    check_sizes(config, str(checkpoint.folder / CONFIG))
     return config
 
 

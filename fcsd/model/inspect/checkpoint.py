@@ -27,8 +27,7 @@ from fcsd.model.connectivity.checkpoint import (
     files_like,
     local_folder,
 )
-from fcsd.model.families import FAMILIES
-from fcsd.model.families.sizes import check_sizes, null_sizes, refused_config
+from fcsd.model.families import FAMILIES, check_sizes, null_sizes, refused_config
 from fcsd.model.inspect.memory import BYTES
 from fcsd.model.inspect.shipped import shipped_config, shipped_ids, shipped_models
 from fcsd.model.preserve import without_advice
@@ -235,8 +234,8 @@ def config_object(
     # transformers' strict configs raise many kinds of errors for a wrong field.
     except Exception as error:
         raise refused_config(raw, error, where) from None
-    if (family := FAMILIES.get(model_type)) is not None:
-        check_sizes(config, family, where)
+    if model_type in FAMILIES:
+        check_sizes(config, where)
     return config
 
 
