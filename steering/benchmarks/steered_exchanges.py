@@ -65,7 +65,7 @@ def traffic(path: str, names: list[str]) -> tuple[dict[str, np.ndarray], Payload
             }
         )
     calibration = Calibration(load_checkpoint(run.original).eval(), batches, 4)
-    folder = Path(study.output_dir or run.recipe.folder / "steering")
+    folder = Path(study.output_dir or run.layout.root / "steering")
     places = tables_folder(folder, "original")
     tables = {name: read_tables(places / f"{name}.safetensors") for name in names}
     counts = {"none": calibration.counts} | {

@@ -32,6 +32,7 @@ GSM8K = {
     "task": "gsm8k", "kind": "generation", "metric": "exact_match,strict-match", "num_fewshot": 2,
     "dataset": "openai/gsm8k",
 }  # fmt: skip
+SHORT = GSM8K | {"max_new_tokens": 8}
 CODE = {
     "task": "mbpp_plus", "kind": "code", "dataset": "evalplus/mbppplus", "max_new_tokens": 4,
 }  # fmt: skip
@@ -460,11 +461,11 @@ def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_thei
     ("task", "template", "reason"),
     [
         (PIQA, "{{ raise_exception('no system turns') }}", "no system turns"),
-        (GSM8K, "{{ messages[0].no.such }}", "has no attribute"),
+        (SHORT, "{{ messages[0].no.such }}", "has no attribute"),
         (CODE, "{{ 1 / 0 }}", "division by zero"),
         (PIQA, "{% for message in messages %}", "Unexpected end of template"),
         (CODE, "{{ ''.__class__.__mro__ }}", "unsafe"),
-        (GSM8K, "{{ 1 / 0 }}", "division by zero"),
+        (SHORT, "{{ 1 / 0 }}", "division by zero"),
     ],
     ids=["raises", "attribute", "code", "syntax", "unsafe", "arithmetic"],
 )

@@ -46,8 +46,21 @@ def evaluated(recipe: Path, name: str, folder: Path) -> None:
     evaluation = stage.PlannedEvaluation(
         name, EvaluatedFolder(model), suite, plan.evaluation, original
     )
-    output = plan.folder / "evaluate" / name
+    output = Path(plan.output_dir) / "evaluate" / name
     stage.run_evaluation(evaluation, output, join_launch())
+
+
+class Prepared:
+    """An evaluation whose prompts fit, and which is run by a function."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def check_positions(self, config: Any) -> None:
+        pass
+
+    def __call__(self, model: Any, name: str, **options: Any) -> Any:
+        return self.run(model, name)
 
 
 @pytest.fixture
@@ -59,9 +72,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     @contextlib.contextmanager
     def prepare_evaluation(tokenizer: Any, *args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name, **_: (
-            {"name": name, "vocabulary": len(tokenizer)},
-            {},
+        yield Prepared(
+            lambda model, name: ({"name": name, "vocabulary": len(tokenizer)}, {})
         )
 
     monkeypatch.setattr(
@@ -84,11 +96,11 @@ def test_a_model_is_evaluated_on_the_accelerator_of_the_process(
 
     @contextlib.contextmanager
     def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        def stop(model: Any, name: str, **_: Any) -> None:
+        def stop(model: Any, name: str) -> None:
             seen.append({parameter.device.type for parameter in model.parameters()})
             raise KeyboardInterrupt
 
-        yield stop
+        yield Prepared(stop)
 
     monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     on(monkeypatch, "meta")

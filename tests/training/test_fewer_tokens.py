@@ -5,7 +5,6 @@ kill, on two processes.
 import copy
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import join_launch
 from fcsd.training import best as best_module
 from fcsd.training import run as run_module
+from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import HeldoutKL
 from fcsd.training.losses.head import attach_loss_head
+from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
 from fcsd.training.run import train
 from fcsd.training.sweep import read_history
 from fcsd.training.teachers.base import ModelTeacher
@@ -252,17 +253,11 @@ def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
             assert a[key] == pytest.approx(b[key], rel=1e-3)
 
 
-def test_heldout_kl_beside_hidden_terms_is_refused_under_zero_3(
-    tmp_path: Path,
-    teacher: Any,  # noqa: F811
-) -> None:
-    stopper = EarlyStopper(
-        every_steps=1, patience=1, min_delta=0.0, metric="heldout_kl"
-    )
-    run = make(tmp_path, teacher, OBJECTIVE, stopper=stopper)
-    run = run._replace(launch=replace(run.launch, engine=Engine("zero3")))
+def test_heldout_kl_beside_hidden_terms_is_refused_under_zero_3() -> None:
     with user_error(r"heldout_kl does not work with kl\+l2 under ZeRO-3; use FSDP2"):
-        train(*run)
+        refuse_what_cannot_be_sharded(
+            KLWithL2ObjectiveConfig(**OBJECTIVE), Engine("zero3"), by_heldout_kl=True
+        )
 
 
 def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(

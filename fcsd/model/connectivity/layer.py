@@ -464,13 +464,6 @@ def handed_on(plan: Any, out: Any) -> Any:
     return StreamPair(out) if is_read else out
 
 
-def sources_of(family: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return, of the arguments of a layer that follow the stream, the streams of earlier
-    blocks; none in other layouts.
-    """
-    return args[:1] if family.layout == "sources" else ()
-
-
 @functools.cache
 def layer_class(base: type) -> type:
     """Return the decoder layer that follows its `farskip_plan`; without one (an MTP
@@ -498,7 +491,8 @@ def layer_class(base: type) -> type:
             o, partial, side_output = out
             # The loop passes the second value on as `side`.
             return o, (partial, side_output)
-        return handed_on(self.farskip_plan, out)
+        is_read = self.farskip_plan.family.layout == "sources"
+        return handed_on(self.farskip_plan, out) if is_read else out
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan: Any = self.farskip_plan
@@ -506,7 +500,8 @@ def layer_class(base: type) -> type:
             return base_forward(self, o, *args, **kwargs)
         if self.farskip_runtime is not None:
             return self.farskip_runtime.forward(self, base_forward, o, *args, **kwargs)
-        run = LayerPass(self, o, args[0], kwargs, *sources_of(plan.family, args[1:]))
+        sources = args[1:2] if plan.family.layout == "sources" else ()
+        run = LayerPass(self, o, args[0], kwargs, *sources)
         out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out

@@ -34,7 +34,6 @@ from fcsd.model.connectivity.layer import (
     LayerPass,
     View,
     side_value,
-    sources_of,
     with_side_value,
 )
 from fcsd.model.families.structure import checkpoints_reentrantly
@@ -189,7 +188,7 @@ class LayerRuntime:
             o,
             attention_input,
             kwargs,
-            *sources_of(family, args),
+            *(args[:1] if family.layout == "sources" else ()),
         )
         overrides = moe_override | rewired.overrides()
         attention_cut: Any = contextlib.nullcontext()
