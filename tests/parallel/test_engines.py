@@ -23,7 +23,7 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
-from fcsd.parallel import shard as shard_module
+from fcsd.parallel import place as place_module
 from fcsd.parallel.engine import (
     Engine,
     check_precision,
@@ -674,7 +674,7 @@ def scored_on_rank(
     group.foreach_all_gather = lambda *args: (gathers.append(1), gather(*args))[1]
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     for room in (2 * whole, 2 * whole * 1.2):  # of two ranks
-        shard_module.available_memory = lambda room=room: int(room)  # type: ignore[assignment]
+        place_module.available_memory = lambda room=room: int(room)  # type: ignore[assignment]
         model.eval()
         with torch.no_grad(), gathered_once(model, launch.ranks):
             outputs = [

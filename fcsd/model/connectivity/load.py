@@ -457,11 +457,11 @@ def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
             f"{checkpoint.folder / CONFIG}: dtype must be the name of a torch dtype such"
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
+    check_sizes(config, str(checkpoint.folder / CONFIG))
     try:
         family_of(config)
     except UserError as error:
         raise UserError(f"{checkpoint.folder}: {error}") from None
-    check_sizes(config, str(checkpoint.folder / CONFIG))
     return config
 
 
