@@ -100,8 +100,7 @@ def evaluate_model(
         limit: only the first items of every task, for a quick look.
         allow_weak_sandbox: run generated code even if the sandbox cannot block network
             access.
-        batches: a hook that runs before each batch, and the facts that the result
-            records about it.
+        batches: a hook before each batch, and the facts that the result records of it.
         store: keeps finished tasks, which are not run again; None: none are kept.
 
     Raises:

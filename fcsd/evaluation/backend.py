@@ -19,8 +19,7 @@ from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.config import BatchSize
 from fcsd.evaluation.results import Journal
 from fcsd.model.preserve import preserved, quiet
-from fcsd.parallel.launch import Ranks, input_device
-from fcsd.parallel.place import gathered_once
+from fcsd.parallel.launch import Ranks, gathered_once, input_device
 from fcsd.training.generation import (
     Answer,
     Decoding,

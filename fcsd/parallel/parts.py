@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fcsd.parallel.launch import Ranks
-from fcsd.parallel.place import reshard
+from fcsd.parallel.launch import Ranks, reshard
 from fcsd.parallel.shard import KEPT
 
 

@@ -17,7 +17,7 @@ This is done here, and not by accelerate, because
 Routers that a family keeps in float32 are separate units, which stay in float32.
 
 FSDP2 gathers weights for every pass; while a model is scored, they stay gathered if all
-ranks have room for them (`fcsd.parallel.place.gathered_once`).
+ranks have room for them (`fcsd.parallel.launch.gathered_once`).
 
 Not covered: other parameters that transformers keeps in float32 in a bfloat16 model
 (convolutions, decays), which take part in bfloat16 computation under train.bf16, as all
@@ -50,8 +50,7 @@ from fcsd.model.dtypes import kept_in_float32, kept_routers
 from fcsd.model.families import family_of
 from fcsd.model.families.structure import head_and_body
 from fcsd.parallel.engine import Engine, Precision
-from fcsd.parallel.launch import Launch
-from fcsd.parallel.place import Shards, reshard
+from fcsd.parallel.launch import Launch, Shards, reshard
 
 if TYPE_CHECKING:
     from fcsd.parallel.sender import Sender

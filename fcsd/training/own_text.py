@@ -31,8 +31,7 @@ from fcsd.data.batches import NO_LOSS, ROW_FEATURES, Batch, row_of
 from fcsd.model.families.structure import output_head
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import further_in_step
-from fcsd.parallel.launch import Ranks
-from fcsd.parallel.place import gathered_once
+from fcsd.parallel.launch import Ranks, gathered_once
 from fcsd.training.generation import (
     Decoding,
     Ending,

@@ -23,16 +23,16 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
-from fcsd.parallel import place as place_module
+from fcsd.parallel import launch as launch_module
 from fcsd.parallel.engine import (
     Engine,
     check_precision,
     checkpoints_activations,
     requested_engine,
 )
-from fcsd.parallel.launch import Launch, is_sharded, join_launch
+from fcsd.parallel.launch import Launch, gathered_once, is_sharded, join_launch
 from fcsd.parallel.parts import first_row
-from fcsd.parallel.place import gathered_once, load_for_launch
+from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
@@ -674,7 +674,7 @@ def scored_on_rank(
     group.foreach_all_gather = lambda *args: (gathers.append(1), gather(*args))[1]
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     for room in (2 * whole, 2 * whole * 1.2):  # of two ranks
-        place_module.available_memory = lambda room=room: int(room)  # type: ignore[assignment]
+        launch_module.available_memory = lambda room=room: int(room)  # type: ignore[assignment]
         model.eval()
         with torch.no_grad(), gathered_once(model, launch.ranks):
             outputs = [

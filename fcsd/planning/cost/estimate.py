@@ -12,7 +12,7 @@ from fcsd.data.write_rows import MOST_WORKERS
 from fcsd.evaluation.config import KINDS
 from fcsd.model.families import expert_counts
 from fcsd.parallel.engine import Engine
-from fcsd.parallel.place import fits_whole
+from fcsd.parallel.launch import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import (

@@ -19,7 +19,7 @@ import torch
 from fcsd.data.config import TrainingSourceConfig
 from fcsd.model.families import text_config
 from fcsd.model.inspect.memory import layer_cache_bytes
-from fcsd.parallel.place import fits_whole
+from fcsd.parallel.launch import fits_whole
 from fcsd.planning.cost.job import Job, assumed_values, gather_s, roofline_of
 from fcsd.planning.cost.memory import CONTEXT_BYTES, compute_dtype
 from fcsd.planning.cost.operations import ModelWork, part_of
