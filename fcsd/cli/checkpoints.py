@@ -58,7 +58,7 @@ def _warn_uncalibrated(out: str) -> None:
     if not (family.block_shared or family.layer_shared):
         print(
             f"fcsd convert: {family.model_type} has no shared expert: with copied weights,"
-            " a model whose attention does not wait for the experts writes rubbish;"
+            " a model whose attention does not wait for the experts may write rubbish;"
             " calibrate before use (`fcsd calibrate MODEL OUT --text FILE` instead)",
             file=sys.stderr,
         )

@@ -1,7 +1,8 @@
 """Where a command runs: the device, the engine and the ranks of a process, which joins
 a launch (`accelerate launch`, torchrun) or runs alone; how its ranks evaluate one model
-together: each takes a share of the batches, and all of them get all answers; and how
-they begin and finish a stage.
+together: each takes a share of the batches, and all of them get all answers; how they
+begin and finish a stage; and how weights in shards stay gathered while a model is scored
+(`gathered_once`).
 
     launch = join_launch()                               # all ranks of the launch; one process: that one
     with prepare_evaluation(tokenizer, suite, config, ranks=launch.ranks) as evaluate:

@@ -16,9 +16,6 @@ This is done here, and not by accelerate, because
 
 Routers that a family keeps in float32 are separate units, which stay in float32.
 
-FSDP2 gathers weights for every pass; while a model is scored, they stay gathered if all
-ranks have room for them (`fcsd.parallel.launch.gathered_once`).
-
 Not covered: other parameters that transformers keeps in float32 in a bfloat16 model
 (convolutions, decays), which take part in bfloat16 computation under train.bf16, as all
 of them do under ZeRO-3, whose shards have one dtype; the vision tower of a multimodal

@@ -458,12 +458,6 @@ def with_side_value(
     return (value, *args[1:]), kwargs
 
 
-def handed_on(plan: Any, out: Any) -> Any:
-    """Return a layer's output in the form that the model's loop can read."""
-    is_read = plan.family.layout == "sources" and plan.carry
-    return StreamPair(out) if is_read else out
-
-
 @functools.cache
 def layer_class(base: type) -> type:
     """Return the decoder layer that follows its `farskip_plan`; without one (an MTP
@@ -474,25 +468,27 @@ def layer_class(base: type) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if self.farskip_plan is None:
             return base_call(self, hidden_states, *args, **kwargs)
+        plan: Any = self.farskip_plan
+        # In these models the loop reads the stream itself, too.
+        is_read = plan.family.layout == "sources" and plan.carry
         if self.farskip_runtime is not None:
             out = self.farskip_runtime.call(
                 self, base_call, hidden_states, *args, **kwargs
             )
-            return handed_on(self.farskip_plan, out)
+            return StreamPair(out) if is_read else out
         o, attention_input = hidden_states, None
         if isinstance(hidden_states, tuple):
             o, attention_input = hidden_states
-        side = self.farskip_plan.family.side_output
+        side = plan.family.side_output
         if side and isinstance(value := side_value(side, args, kwargs), tuple):
             attention_input, value = value
             args, kwargs = with_side_value(side, args, kwargs, value)
         out = base_call(self, o, attention_input, *args, **kwargs)
-        if side and self.farskip_plan.carry:
+        if side and plan.carry:
             o, partial, side_output = out
             # The loop passes the second value on as `side`.
             return o, (partial, side_output)
-        is_read = self.farskip_plan.family.layout == "sources"
-        return handed_on(self.farskip_plan, out) if is_read else out
+        return StreamPair(out) if is_read else out
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan: Any = self.farskip_plan

@@ -1,5 +1,6 @@
 """Describe the MoE families that fcsd converts as data: the upstream names of their
-layers, and nothing else.
+layers, and nothing else. `check_sizes` refuses a config with which no layer of theirs
+can be built or run.
 
 `FAMILIES` maps a Hugging Face `model_type` to a `Family`. Every name is spelled as in
 the upstream modeling file of the entry, so that an upstream rename leads to a refusal
