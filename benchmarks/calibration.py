@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine

@@ -209,8 +209,8 @@ OPEN = {
         "artifact", "errors", "files", "memory", "strict", "text", "weights", "writing",
     ],
     "model": [
-        "connectivity.checkpoint", "connectivity.export", "connectivity.load",
-        "connectivity.modeling", "connectivity.spec", "families", "families.capacity", "families.choices",
+        "config", "connectivity.checkpoint", "connectivity.export", "connectivity.load",
+        "connectivity.modeling", "connectivity.selection", "connectivity.spec", "families", "families.capacity", "families.choices",
         "families.routers", "families.structure", "inspect.checkpoint", "load",
     ],
     "data": ["batches", "dataset", "local"],

@@ -18,11 +18,8 @@ from fcsd.model.connectivity.convert import convert_model, unconvert_model
 from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import (
-    MlpInput,
-    chosen_connectivity,
-    connectivity_of,
-)
+from fcsd.model.connectivity.selection import MlpInput
+from fcsd.model.connectivity.spec import chosen_connectivity, connectivity_of
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.load import check_values, find_model, load_tokenizer, tokenizer_of
 from fcsd.training.config import CalibrationConfig
@@ -316,7 +313,7 @@ def load(
         UserError: something is missing, damaged or does not fit
             (`fcsd.model.connectivity.load_model`); values are NaN or infinite.
     """
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
 
     check_kind(
         "path", path, str | Path, "the path of a checkpoint, or owner/name on the Hub,"

@@ -75,7 +75,7 @@ def _calibrate(arguments: Namespace) -> None:
     if not arguments.task and arguments.suite != default:
         raise UserError("--suite has no meaning without --task")
     from fcsd.data.config import RowsConfig, source_option
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd.recipe.recipe import Recipe
     from fcsd.training.config import CalibrationConfig
 
@@ -118,7 +118,7 @@ def _calibrate(arguments: Namespace) -> None:
 
 def _mtp(arguments: Namespace) -> None:
     from fcsd.data.config import RowsConfig, SourceConfig, source_option
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd.training.config import MtpConfig
 
     options = vars(arguments)

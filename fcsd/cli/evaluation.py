@@ -25,7 +25,7 @@ from fcsd.cli.options import (
 
 if TYPE_CHECKING:
     from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
 
 
 def _evaluate(arguments: Namespace) -> None:
@@ -102,7 +102,7 @@ _FOR_SAMPLES = frozenset(
 def _model_and_config(arguments: Namespace) -> tuple[ModelConfig, EvaluationConfig]:
     """Return the model and the settings that the options describe."""
     from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
 
     options = vars(arguments)
     places = {

@@ -155,7 +155,7 @@ def model_argument(
     """Add MODEL and the options that locate it; config_only: the command reads the
     config alone, so there is no --trust-remote-code.
     """
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
 
     parser.add_argument(
         "model",

@@ -356,7 +356,7 @@ def _has_machine(arguments: Namespace) -> bool:
 
 def _layers_options(parser: ArgumentParser) -> None:
     from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd.planning.layers.settings import Study
 
     model_argument(parser)

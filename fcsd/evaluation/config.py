@@ -24,7 +24,7 @@ from fcsd.base.strict import (
 )
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
-from fcsd.model.connectivity.spec import DROP_NEEDS_A_CAPACITY
+from fcsd.model.config import DROP_NEEDS_A_CAPACITY
 
 if TYPE_CHECKING:
     from fcsd.parallel.launch import Ranks

@@ -47,7 +47,7 @@ from fcsd.evaluation.runner import (
     check_original,
     prepare_evaluation,
 )
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.place import load_for_evaluation

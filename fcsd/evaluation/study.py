@@ -9,7 +9,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import FolderPath, Strict, flag_of, like
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import EvaluationConfig
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 
 
 class ModelStudy(Strict):

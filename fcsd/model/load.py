@@ -45,7 +45,7 @@ from fcsd.model.families import FAMILIES, PREFIX, base_model_type
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
 from fcsd.evaluation.suites import named_tasks
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import classes_of, register
-from fcsd.model.connectivity.spec import ConnectivityConfig, resolve_layers
+from fcsd.model.connectivity.selection import resolve_layers
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config

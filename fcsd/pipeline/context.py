@@ -18,7 +18,7 @@ from fcsd.base.text import Progress
 from fcsd.base.writing import check_folder_place
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, find_model
 from fcsd.parallel.launch import Launch
 from fcsd.recipe.layout import RunLayout

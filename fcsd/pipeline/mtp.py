@@ -24,9 +24,9 @@ from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset
 from fcsd.data.rendering import TEMPLATE_DATE
 from fcsd.data.write_rows import BadRows
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.export import link_or_copy
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation

@@ -15,7 +15,7 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import refuse
 from fcsd.base.text import progress_bar
 from fcsd.model.connectivity import Connectivity
-from fcsd.model.connectivity.spec import ranges
+from fcsd.model.connectivity.selection import ranges
 from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan, reach
 from fcsd.planning.cost.planned import Planned, prepare

@@ -45,7 +45,8 @@ from fcsd.evaluation.config import (
     TaskConfig,
 )
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.connectivity.spec import ConnectivityConfig, ModelConfig
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.recipe.layout import MAIN, RESERVED
 from fcsd.training.config import (
     CalibrationConfig,

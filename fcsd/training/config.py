@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from fcsd.base.errors import UserError
 from fcsd.base.strict import Rule, Strict
 from fcsd.data.config import RowsConfig
-from fcsd.model.connectivity.spec import DROP_NEEDS_A_CAPACITY
+from fcsd.model.config import DROP_NEEDS_A_CAPACITY
 from fcsd.training.losses.objectives import ObjectiveConfig
 
 

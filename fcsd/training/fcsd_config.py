@@ -15,10 +15,10 @@ from transformers import TrainingArguments
 from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.base.strict import Strict, check_kind, validate
 from fcsd.data.config import RowsConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.spec import (
     Connectivity,
     ConnectivityConfig,
-    ModelConfig,
     connectivity_of,
 )
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless

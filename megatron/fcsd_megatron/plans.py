@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fcsd.model.connectivity.spec import Connectivity, resolve_layers
+from fcsd.model.connectivity.selection import resolve_layers
+from fcsd.model.connectivity.spec import Connectivity
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _routing(arguments: Namespace) -> None:
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import RoutingStudy
 
     quiet_transformers()
@@ -114,7 +114,7 @@ def _prompts(
 
 
 def _routing_options(parser: ArgumentParser) -> None:
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import RoutingStudy
 
     model_argument(parser)
@@ -141,7 +141,7 @@ def _routing_options(parser: ArgumentParser) -> None:
 
 
 def _bias_options(parser: ArgumentParser) -> None:
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import BiasSettings
 
     model_argument(parser)
@@ -269,7 +269,7 @@ def _evaluate(arguments: Namespace) -> None:
     quiet_transformers()
     from fcsd.evaluation.results import read_result
     from fcsd.evaluation.suites import load_suite, named_tasks
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd.model.load import find_model
     from fcsd.parallel.place import load_for_evaluation
     from fcsd_steering.evaluate import SteeredEvaluation, check_model_type
@@ -303,7 +303,7 @@ def _evaluate(arguments: Namespace) -> None:
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
-    from fcsd.model.connectivity.spec import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import RoutingStudy
 
     model_argument(parser)

@@ -6,7 +6,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fcsd.base.strict import Strict, like
 from fcsd.evaluation.study import ModelStudy
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 
 Kind = Literal["camoe", "bottleneck", "windows"]
 Swept = Literal["camoe", "bottleneck"]

@@ -18,7 +18,7 @@ from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.families.routers import find_routers
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import join_launch

@@ -17,9 +17,9 @@ from fcsd.base.weights import (
     weights_fingerprint,
 )
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import find_model
 from tests.reference.tiny import tiny_model
 from tests.support import change_json, edited_json, user_error

@@ -13,7 +13,7 @@ from fcsd.base.strict import validate
 from fcsd.base.writing import check_path
 from fcsd.cli.main import COMMANDS, main
 from fcsd.evaluation.config import EvaluationConfig
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.recipe.recipe import Recipe
 from tests.support import few, user_error
 

@@ -18,7 +18,7 @@ from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Ranks, join_launch

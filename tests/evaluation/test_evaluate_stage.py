@@ -20,7 +20,7 @@ from fcsd.evaluation import stage
 from fcsd.evaluation.results import configuration_fingerprint
 from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
 from fcsd.parallel import place as placed
 from fcsd.parallel.engine import Engine

@@ -13,7 +13,7 @@ from fcsd.cli.main import main
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import join_launch
 from fcsd.parallel.place import load_for_evaluation

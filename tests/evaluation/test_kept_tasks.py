@@ -34,7 +34,7 @@ from fcsd.evaluation.stage import (
     run_evaluation,
 )
 from fcsd.evaluation.suites import load_suite
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import ALONE, Ranks, join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer

@@ -19,8 +19,8 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import load_suite
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import preserved
 from fcsd.parallel.launch import Ranks, is_sharded, join_launch

@@ -24,9 +24,10 @@ from fcsd.evaluation.stage import (
     run_evaluation,
 )
 from fcsd.evaluation.suites import load_suite
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import Connectivity, ModelConfig
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import ModelFolder, find_model
 from fcsd.parallel.launch import Launch, Ranks, join_launch
 from fcsd.pipeline.reference import Reference

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import find_model, load_checkpoint, refuse_not_finite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.model.quantised.test_dequantize import LAYOUTS, write

@@ -14,8 +14,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.writing import write_json
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.inspect import inspect_model
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.model.quantised.dequantise import dequantize_checkpoint

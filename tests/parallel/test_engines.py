@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.parallel import launch as launch_module
 from fcsd.parallel.engine import (

@@ -23,7 +23,7 @@ from fcsd.base.errors import UserError, is_out_of_memory, one_line
 from fcsd.data.rendering import dated_options, template_errors
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts, thinking_options
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
-from fcsd.model.connectivity.spec import ModelConfig
+from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model, load_tokenizer, num_positions
 from fcsd.parallel.launch import join_launch
 from fcsd.parallel.place import load_for_evaluation

@@ -3,7 +3,7 @@
     from fcsd.model.connectivity import Connectivity, convert_model, load_model
     model = load_model("path/to/Qwen3-30B-A3B", connectivity=Connectivity(layers="all"))
 
-`spec` specifies what is rewired, `rewire` rewires, `modeling` creates the
+`selection` reads which layers, `spec` says how, `rewire` rewires, `modeling` creates the
 `FarSkip<Family>ForCausalLM` classes, `convert` works on models in memory, `load` and
 `export` on folders. Names that need torch are imported at first use.
 
@@ -15,12 +15,8 @@ boundaries).
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fcsd.model.connectivity.spec import (
-    Connectivity,
-    Selection,
-    parse_selection,
-    resolve_layers,
-)
+from fcsd.model.connectivity.selection import Selection, parse_selection, resolve_layers
+from fcsd.model.connectivity.spec import Connectivity
 
 if TYPE_CHECKING:
     from fcsd.model.connectivity.convert import (

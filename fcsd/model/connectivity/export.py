@@ -40,11 +40,8 @@ from fcsd.model.connectivity.load import (
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.rewire import check_field
-from fcsd.model.connectivity.spec import (
-    Connectivity,
-    resolve_layers,
-    selection_text,
-)
+from fcsd.model.connectivity.selection import resolve_layers, selection_text
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import PREFIX, Family, moe_mask, text_config
 
 # no path in it leads out of the folder

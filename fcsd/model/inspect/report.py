@@ -13,7 +13,8 @@ from fcsd.model.connectivity.aliases import (
     has_instella_keys,
     instella_type,
 )
-from fcsd.model.connectivity.spec import Connectivity, resolve_layers
+from fcsd.model.connectivity.selection import resolve_layers
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
     FAMILIES,
     PREFIX,

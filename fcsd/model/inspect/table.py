@@ -5,7 +5,7 @@ from typing import Any
 
 from fcsd.base.repository import plugin_install
 from fcsd.base.text import markdown, named, size
-from fcsd.model.connectivity.spec import ranges
+from fcsd.model.connectivity.selection import ranges
 
 PARTS = {
     "embeddings": "embeddings",

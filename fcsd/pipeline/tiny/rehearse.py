@@ -45,8 +45,9 @@ from fcsd.evaluation.datasets import local_place
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.evaluation.suites import load_suite, suite_names
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.modeling import classes_of
-from fcsd.model.connectivity.spec import ModelConfig, parse_selection
+from fcsd.model.connectivity.selection import parse_selection
 from fcsd.model.families import family_of
 from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.model.quantised.methods import without_quantisation

@@ -23,7 +23,8 @@ from pydantic import Field
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_editable, write_sealed
 from fcsd.base.strict import Rule, Strict, refuse, validate
-from fcsd.model.connectivity.spec import ConnectivityConfig, resolve_layers
+from fcsd.model.connectivity.selection import resolve_layers
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.parallel.overlap.schedule import beside
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.times import gain, plan_times, summary

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import flag_of
-from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.connectivity.selection import resolve_layers
 from fcsd.model.families import FAMILIES, served_by
 from fcsd.parallel.overlap.support import refusal
 from fcsd.planning.cost.assumptions import ASSUMPTIONS

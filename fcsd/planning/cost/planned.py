@@ -13,7 +13,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import Rule, refuse
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
-from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.connectivity.selection import resolve_layers
 from fcsd.model.families import text_config
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.inspect.memory import (

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fcsd.base.text import nats
-from fcsd.model.connectivity.spec import ranges
+from fcsd.model.connectivity.selection import ranges
 from fcsd.planning.layers.points import (
     base_loss,
     has_calibrated,

@@ -28,11 +28,8 @@ from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import markdown, nats
-from fcsd.model.connectivity.spec import (
-    Connectivity,
-    resolve_layers,
-    selection_text,
-)
+from fcsd.model.connectivity.selection import resolve_layers, selection_text
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.points import (

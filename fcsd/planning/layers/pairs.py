@@ -34,7 +34,7 @@ from torch import Tensor
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar, size
 from fcsd.base.writing import file_beside, writing
-from fcsd.model.connectivity.spec import selection_text
+from fcsd.model.connectivity.selection import selection_text
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.launch import Ranks
 from fcsd.training.losses.fused import CHUNK_BYTES

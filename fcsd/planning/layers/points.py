@@ -7,7 +7,8 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import nats
-from fcsd.model.connectivity.spec import Connectivity, selection_text
+from fcsd.model.connectivity.selection import selection_text
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES
 from fcsd.parallel.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
 from fcsd.parallel.overlap.support import kept_inside

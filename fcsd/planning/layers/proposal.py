@@ -27,7 +27,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import refuse
 from fcsd.base.text import markdown, nats
-from fcsd.model.connectivity.spec import Connectivity, resolve_layers, selection_text
+from fcsd.model.connectivity.selection import resolve_layers, selection_text
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import special_layers, special_text

@@ -16,11 +16,8 @@ from fcsd.evaluation.config import (
 )
 from fcsd.evaluation.study import ModelStudy
 from fcsd.evaluation.suites import named_tasks
-from fcsd.model.connectivity.spec import (
-    Connectivity,
-    ConnectivityConfig,
-    resolve_layers,
-)
+from fcsd.model.connectivity.selection import resolve_layers
+from fcsd.model.connectivity.spec import Connectivity, ConnectivityConfig
 from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better

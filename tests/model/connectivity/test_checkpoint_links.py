@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -20,7 +21,6 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.model.connectivity.modeling import modeling_source
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.load import find_model, load_tokenizer

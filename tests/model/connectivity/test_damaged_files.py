@@ -11,11 +11,12 @@ import pytest
 
 import fcsd
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import checkpoint as checkpoint_module
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import Connectivity, ModelConfig
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model

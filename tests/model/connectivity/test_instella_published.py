@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -20,7 +21,6 @@ from fcsd.model.connectivity import (
     unconvert_checkpoint,
 )
 from fcsd.model.connectivity.export import export_checkpoint
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.pipeline.pretrain import new_model
 from fcsd.pipeline.tiny import rehearse
 from fcsd.pipeline.tiny.models import tiny_tokenizer

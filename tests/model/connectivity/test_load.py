@@ -537,7 +537,7 @@ def test_an_implementation_that_does_not_exist_here_is_refused_in_a_line(
         with user_error(message):
             load_model(saved / folder, weights=weights, **options)
     if weights and "fast" in options.values():
-        from fcsd.model.connectivity.spec import ModelConfig
+        from fcsd.model.config import ModelConfig
         from fcsd.model.load import find_model
         from fcsd.training.calibration.shards import Layerwise
         from fcsd.training.teachers.load import unloaded

@@ -14,7 +14,7 @@ from fcsd.base.repository import plugin_install
 from fcsd.base.text import size
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
-from fcsd.model.connectivity.spec import ranges
+from fcsd.model.connectivity.selection import ranges
 from fcsd.model.families import FAMILIES, text_config
 from fcsd.model.families.refused import REFUSED
 from fcsd.model.inspect import inspect_model, report_table

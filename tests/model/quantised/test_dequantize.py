@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from fcsd.base.files import write_sealed
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.model.quantised import dequantise
 from fcsd.model.quantised.dequantise import dequantize_checkpoint

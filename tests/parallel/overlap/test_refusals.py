@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.distributed.expert_parallel import EPImplementation
 
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine, requested_engine

@@ -33,7 +33,8 @@ from fcsd.model.connectivity import (
     load_model,
     parse_selection,
 )
-from fcsd.model.connectivity.spec import ConnectivityConfig, selection_text
+from fcsd.model.connectivity.selection import selection_text
+from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data

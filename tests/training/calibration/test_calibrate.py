@@ -24,9 +24,9 @@ from fcsd.base.text import plus_minus
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
 from fcsd.data.dataset import given_rows
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine

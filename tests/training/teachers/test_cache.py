@@ -21,8 +21,8 @@ from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.base.writing import write_json
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import load_model
-from fcsd.model.connectivity.spec import ModelConfig
 from fcsd.model.families.structure import output_head
 from fcsd.model.load import ModelFolder
 from fcsd.pipeline.tiny.models import tiny_tokenizer
