@@ -210,8 +210,8 @@ OPEN = {
     ],
     "model": [
         "config", "connectivity.checkpoint", "connectivity.export", "connectivity.load",
-        "connectivity.modeling", "connectivity.selection", "connectivity.spec", "families", "families.capacity", "families.choices",
-        "families.routers", "families.structure", "inspect.checkpoint", "load",
+        "connectivity.modeling", "connectivity.selection", "connectivity.spec", "families", "families.capacity",
+        "families.choices", "families.routers", "families.structure", "inspect.checkpoint", "load",
     ],
     "data": ["batches", "dataset", "local"],
     "parallel": ["launch", "overlap.measure", "overlap.transport", "place"],

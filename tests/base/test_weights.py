@@ -21,16 +21,10 @@ from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.load import find_model
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import logits, tiny_model
 from tests.support import change_json, edited_json, user_error
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    return model(X, use_cache=False).logits
 
 
 def by_transformers(folder: Path) -> torch.Tensor:

@@ -42,7 +42,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
-from tests.reference.tiny import tiny_config, tiny_model
+from tests.reference.tiny import X, gradients_of, tiny_config, tiny_model
 from tests.support import ROOT, Bench, few, history, trained_weights, user_error
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -509,7 +509,7 @@ def teacher_on_rank(
 def test_no_rank_holds_more_of_the_teacher_than_its_part_and_the_head(
     engine: str, kind: str
 ) -> None:
-    rows = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+    rows = X
     whole = model_of(kind)
     ranks = run_ranks(teacher_on_rank, 2, engine, kind, rows)
     sizes = {
@@ -614,7 +614,7 @@ def student_on_rank(
 def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_keeps_nothing(
     engine: str, kind: str
 ) -> None:
-    rows = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+    rows = X
     keep = torch.ones(2, 9, dtype=torch.bool)
     keep[1] = False
     whole, teacher = (
@@ -623,11 +623,7 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
     )
     loss = step_of(whole, rows, keep, teacher) / 2  # the mean over two ranks
     loss.backward()
-    expected = {
-        name: p.grad.clone()
-        for name, p in whole.named_parameters()
-        if p.grad is not None
-    }
+    expected = gradients_of(whole)
     ranks = run_ranks(student_on_rank, 2, engine, kind, rows, keep)
     # DeepSpeed has no float64; the unit is the rounding of float32 in one process.
     whole.double().zero_grad()
@@ -696,7 +692,7 @@ def scored_on_rank(
 
 
 def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_it():
-    rows = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+    rows = X
     for none, once in run_ranks(scored_on_rank, 2, rows):
         for one, other in zip(none[0], once[0], strict=True):
             assert torch.equal(one, other)

@@ -19,10 +19,8 @@ from fcsd.parallel.state import (
     state_files,
     write_optimizer_settings,
 )
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, tiny_model
 from tests.support import user_error
-
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def trained(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:

@@ -21,18 +21,12 @@ from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
 from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
 from tests.reference.mutants import mutated
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, logits, tiny_model
 from tests.support import few, user_error
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]
-
-
-@torch.no_grad()
-def logits(model, **inputs):
-    return model(X, use_cache=False, **inputs).logits
 
 
 def field(layers, attention="partial", mlp="outdated"):

@@ -20,15 +20,8 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
-from tests.reference.tiny import tiny_config, tiny_model
+from tests.reference.tiny import X, logits, tiny_config, tiny_model
 from tests.support import TEXT_FAMILIES, user_error
-
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def logits(model):
-    return model(X, use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)

@@ -33,7 +33,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.calibration.shards import Layerwise
 from tests.float64 import logits_in_float64
 from tests.reference.images import inputs_of
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, logits, tiny_model
 from tests.support import (
     ROOT,
     TEXT_FAMILIES,
@@ -45,8 +45,6 @@ from tests.support import (
     few_and_others,
     user_error,
 )
-
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 # A process with transformers but without fcsd: its import fails, whatever is on the
 # path.
@@ -69,11 +67,6 @@ else:
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 """ + (ROOT / "tests" / "float64.py").read_text(encoding="utf-8")
-
-
-@torch.no_grad()
-def logits(model):
-    return model(X, use_cache=False).logits
 
 
 def tensor_shapes(folder):

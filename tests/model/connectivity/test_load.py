@@ -27,15 +27,8 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model
 from fcsd.model.load import load_tokenizer
 from tests.reference.images import inputs_of
-from tests.reference.tiny import tiny_config, tiny_model
+from tests.reference.tiny import X, logits, tiny_config, tiny_model
 from tests.support import assert_same_model, few, user_error
-
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def logits(model, input_ids=X, **inputs):
-    return model(input_ids, use_cache=False, **inputs).logits
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.reference.multimodal import (
     text_stack,
 )
 from tests.reference.parts import arguments_computed_once
-from tests.reference.tiny import tiny_config, tiny_model
+from tests.reference.tiny import gradients_of, tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
 from tests.support import WRAPPERS, assert_same_model, edited_json, few, user_error
 
@@ -234,11 +234,7 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
     def gradients():
         model.zero_grad()
         model(**inputs, labels=labels, use_cache=False).loss.backward()
-        return {
-            path: p.grad.clone()
-            for path, p in model.named_parameters()
-            if p.grad is not None
-        }
+        return gradients_of(model)
 
     plain = gradients()
     stack = text_stack(model)[0]

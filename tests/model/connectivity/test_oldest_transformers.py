@@ -12,11 +12,10 @@ from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.families import FAMILIES
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.model.connectivity.test_export import run_without_fcsd
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, tiny_model
 from tests.support import ROOT
 
 OLDEST = ROOT / ".transformers-5.5"
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 CODE = """
 import transformers

@@ -8,7 +8,7 @@ import torch
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers
 from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families import FAMILIES
-from tests.reference.tiny import TINY, tiny_model
+from tests.reference.tiny import TINY, logits, tiny_model
 
 # One family for each kind of layer: the others differ only in names.
 KINDS = {
@@ -19,12 +19,6 @@ KINDS = {
     ): name
     for name, family in reversed(FAMILIES.items()) if name in TINY
 }  # fmt: skip
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model):
-    return model(input_ids=X, use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", sorted(KINDS.values()))

@@ -24,7 +24,7 @@ from tests.reference.mutants import mutated
 from tests.reference.parts import arguments_computed_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
-from tests.reference.tiny import TINY, tiny_model
+from tests.reference.tiny import TINY, gradients_of, logits, tiny_model
 from tests.support import KINDS, TEXT_FAMILIES, WRAPPERS, cache_of, few
 
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
@@ -75,11 +75,6 @@ def left_padding(rows: int, length: int, padding: int = 4) -> torch.Tensor:
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, :padding] = 0
     return mask
-
-
-@torch.no_grad()
-def logits(model, input_ids, **inputs):
-    return model(input_ids, use_cache=False, **inputs).logits
 
 
 @torch.no_grad()
@@ -313,13 +308,8 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
     def gradients():
         model.zero_grad()
         torch.manual_seed(0)  # routers that sample in training
-        loss = model(x, labels=x, use_cache=False).loss
-        loss.backward()
-        return {
-            name: p.grad.clone()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        model(x, labels=x, use_cache=False).loss.backward()
+        return gradients_of(model)
 
     original = gradients()
     convert_model(model, Connectivity("all"))

@@ -6,21 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.model.connectivity import Connectivity, convert_model
 from tests.float64 import BOUND
 from tests.reference.ranks import run_ranks
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import converted
 from tests.support import few
 
 X = torch.randint(3, 99, (4, 9), generator=torch.Generator().manual_seed(0))
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def converted(family):
-    model = tiny_model(family)
-    convert_model(model, Connectivity("all"))
-    return model.train()
 
 
 def gradients(model):
@@ -35,7 +28,7 @@ def gradients(model):
 
 
 def one_step(rank, family, strategy, checkpointing):
-    model = converted(family)
+    model = converted(family).train()
     if checkpointing:
         model.activation_checkpointing_enable(
             {"use_reentrant": checkpointing == "reentrant"}
@@ -63,7 +56,7 @@ def one_step(rank, family, strategy, checkpointing):
     [("fsdp2", None), ("fsdp2", "plain"), ("ddp", None), ("ddp", "reentrant")],
 )
 def test_two_ranks_have_the_gradients_of_one_process(family, strategy, checkpointing):
-    model = converted(family)
+    model = converted(family).train()
     model(X, labels=X, use_cache=False).loss.backward()
     expected = gradients(model)
     actual, _ = run_ranks(one_step, 2, family, strategy, checkpointing)

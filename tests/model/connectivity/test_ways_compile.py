@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, converted, gradients_of, logits, tiny_model
 from tests.support import few
 
 FAMILY_NAMES = (
     "qwen3_moe", "qwen2_moe", "deepseek_v2", "instella_moe", "gpt_oss", "llama4_text",
 )  # fmt: skip
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 TOLERANCE = 5e-5
 
 
@@ -19,21 +18,10 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def converted(family):
-    model = tiny_model(family, num_hidden_layers=3)
-    convert_model(model, Connectivity("all"))
-    return model
-
-
-@torch.no_grad()
-def logits(model, x=X):
-    return model(x, use_cache=False).logits
-
-
 @pytest.mark.breadth
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, 1))
 def test_inference_compiles_to_one_graph(family):
-    model = converted(family)
+    model = converted(family, num_hidden_layers=3)
     expected = logits(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert (logits(compiled) - expected).abs().max() < TOLERANCE
@@ -46,21 +34,17 @@ def test_inference_compiles_to_one_graph(family):
     ("family", "checkpointing"), few([("deepseek_v2", False), ("qwen3_moe", True)], 1)
 )
 def test_training_compiles_to_one_graph_with_the_same_gradients(family, checkpointing):
-    model = converted(family).train()
+    model = converted(family, num_hidden_layers=3).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
-    def gradients(called):
+    def step(called):
         model.zero_grad()
         called(X, labels=X, use_cache=False).loss.backward()
-        return {
-            name: p.grad.clone()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        return gradients_of(model)
 
-    plain = gradients(model)
-    compiled = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    plain = step(model)
+    compiled = step(torch.compile(model, backend="aot_eager", fullgraph=True))
     assert compiled.keys() == plain.keys()
     for name, gradient in plain.items():
         assert (compiled[name] - gradient).abs().max() < 1e-5 * max(
@@ -76,7 +60,8 @@ def exported(model, length):
 @pytest.mark.breadth
 @pytest.mark.parametrize("family", few(FAMILY_NAMES, 1))
 def test_an_exported_program_takes_rows_of_other_lengths(family, tmp_path):
-    model, x = converted(family), torch.cat([X, X.flip(1)], dim=1)
+    model = converted(family, num_hidden_layers=3)
+    x = torch.cat([X, X.flip(1)], dim=1)
     length = torch.export.Dim("length", min=2, max=64)
     if family == "llama4_text":
         for one in (tiny_model(family, num_hidden_layers=3), model):

@@ -16,16 +16,10 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.families import FAMILIES
 from tests.reference.images import inputs_of
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import converted, tiny_model
 from tests.support import COMMON, KINDS, few
 
 X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))
-
-
-def converted(family):
-    model = tiny_model(family)
-    convert_model(model, Connectivity("all"))
-    return model
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import converted, gradients_of
 from tests.support import user_error
 
 FAMILY_NAMES = (
@@ -25,20 +25,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="needs DeepSpeed: pip install 'fcsd[deepspeed]'",
 )
-
-
-def converted(family):
-    model = tiny_model(family)
-    convert_model(model, Connectivity("all"))
-    return model.train()
-
-
-def gradients(model):
-    return {
-        name: p.grad.clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
 
 
 def largest(actual, expected):
@@ -66,16 +52,16 @@ def zero3(rank, cases):
         deepspeed.init_distributed("gloo")
         results = {}
         for family, checkpointing, leaf in cases:
-            one = converted(family)
+            one = converted(family).train()
             expected_loss = one(X, labels=X, use_cache=False).loss
             expected_loss.backward()
-            expected = gradients(one)
+            expected = gradients_of(one)
             one.double().zero_grad()
             with in_float64():
                 one(X, labels=X, use_cache=False).loss.backward()
-                rounding = largest(expected, gradients(one))
+                rounding = largest(expected, gradients_of(one))
 
-            model = converted(family)
+            model = converted(family).train()
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
             if leaf:

@@ -11,16 +11,10 @@ from fcsd.model.connectivity import (
     unconvert_model,
 )
 from tests.model.connectivity.test_ways_parallel import FEW
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, logits, tiny_model
 from tests.support import COMMON, few, user_error
 
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 FAR = Connectivity("all")
-
-
-@torch.no_grad()
-def logits(model):
-    return model(X, use_cache=False).logits
 
 
 def generated(model):

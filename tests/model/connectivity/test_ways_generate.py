@@ -6,14 +6,12 @@ import copy
 import pytest
 import torch
 
-from fcsd.model.connectivity import Connectivity, convert_model
 from tests.float64 import BOUND
 from tests.model.connectivity.test_ways_parallel import FEW
 from tests.reference.reference import reference_forward
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, converted, tiny_model
 from tests.support import COMMON, cache_of, few
 
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 pytestmark = pytest.mark.usefixtures("float64")
 
 # Longer than gpt_oss' window of 8 and llama4's chunk of 16 tokens.
@@ -21,12 +19,6 @@ SETTINGS = {
     "max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
     "attention_mask": torch.ones_like(X),
 }  # fmt: skip
-
-
-def converted(family):
-    model = tiny_model(family)
-    convert_model(model, Connectivity("all"))
-    return model
 
 
 @torch.no_grad()

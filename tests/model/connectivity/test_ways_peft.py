@@ -14,11 +14,10 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import X, converted, gradients_of, logits, tiny_model
 from tests.support import COMMON, few, user_error
 
 EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in COMMON}
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -30,12 +29,6 @@ pytestmark = [
         "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
     ),
 ]
-
-
-def converted(family):
-    model = tiny_model(family)
-    convert_model(model, Connectivity("all"))
-    return model
 
 
 def lora(family, *, experts=True):
@@ -53,11 +46,6 @@ def with_adapters(model, config, seed=0):
     # both adapter matrices are random, so that adapters change the outputs
     torch.manual_seed(seed)
     return peft.get_peft_model(model, config).eval()
-
-
-@torch.no_grad()
-def logits(model):
-    return model(input_ids=X, use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", few(COMMON, 4))
@@ -101,16 +89,12 @@ def test_merged_adapters_give_the_outputs_of_the_adapters(family, tmp_path):
 def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(family):
     model = with_adapters(converted(family), lora(family)).train()
 
-    def gradients():
+    def step():
         model.zero_grad()
         model(input_ids=X, labels=X, use_cache=False).loss.backward()
-        return {
-            name: p.grad.clone()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        return gradients_of(model)
 
-    plain = gradients()
+    plain = step()
     assert plain.keys() == {
         name for name, _ in model.named_parameters() if "lora_" in name
     }
@@ -118,7 +102,7 @@ def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(fam
     base = model.get_base_model()
     base.activation_checkpointing_enable({"use_reentrant": False})
     base.enable_input_require_grads()
-    checkpointed = gradients()
+    checkpointed = step()
     assert all(
         torch.equal(checkpointed[name], gradient) for name, gradient in plain.items()
     )

@@ -19,10 +19,9 @@ from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.quantised.tensors import missing_tensors, quantised_tensors
-from tests.reference.tiny import TINY, tiny_config, tiny_model
+from tests.reference.tiny import TINY, logits, tiny_config, tiny_model
 from tests.support import change_json, few, user_error
 
-X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 ALL = Connectivity("all")
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 FP8 = {
@@ -35,11 +34,6 @@ MODELOPT = {
     "quantization": {"quant_algo": "NVFP4", "group_size": 16},
 }
 Tensors = dict[str, torch.Tensor]
-
-
-@torch.no_grad()
-def logits(folder: Path, **options: Any) -> torch.Tensor:
-    return load_model(folder, **options)(X, use_cache=False).logits
 
 
 def is_quantised(name: str) -> bool:
@@ -241,7 +235,7 @@ def test_fields_left_over_beside_plain_weights_are_said_and_left_out(
     folder = quantised(
         None, None if only else {"quant_method": method}, MODELOPT if only else None
     )
-    assert torch.equal(logits(folder), logits(plain))
+    assert torch.equal(logits(load_model(folder)), logits(load_model(plain)))
     place = "hf_quant_config.json" if only else "quantization_config"
     assert f"{folder}: {place} says" in (said := capsys.readouterr().err)
     assert "is left over" in said
@@ -253,7 +247,10 @@ def test_fields_left_over_beside_plain_weights_are_said_and_left_out(
         (tmp_path / "far" / "config.json").read_text()
     )
     assert not (tmp_path / "far" / "hf_quant_config.json").exists()
-    assert torch.equal(logits(tmp_path / "far"), logits(plain, connectivity=ALL))
+    assert torch.equal(
+        logits(load_model(tmp_path / "far")),
+        logits(load_model(plain, connectivity=ALL)),
+    )
 
 
 def test_quantisation_inside_the_text_config_counts_as_that_beside_it(
@@ -287,9 +284,11 @@ def test_fields_left_over_do_not_count_in_a_model_that_fcsd_does_not_know(
         vocab_size=99,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
-    expected = logits(tmp_path / "dense", any_family=True)
+    expected = logits(load_model(tmp_path / "dense", any_family=True))
     edit_config(tmp_path / "dense", quantization_config=FP8)
-    assert torch.equal(logits(tmp_path / "dense", any_family=True), expected)
+    assert torch.equal(
+        logits(load_model(tmp_path / "dense", any_family=True)), expected
+    )
 
 
 def test_the_quantisation_of_kimi_k25_is_shown(tmp_path: Path) -> None:

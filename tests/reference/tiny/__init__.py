@@ -4,9 +4,11 @@ ones, and hides a wrong one.
 
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig
 
+from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.pipeline.tiny.models import randomise
@@ -23,6 +25,8 @@ common sizes.
 """
 
 VOCABULARY = 99
+X = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+"""Two rows of tokens."""
 # the ids of images, videos and sounds come after those of text
 _WRAPPER_VOCABULARY = 106
 
@@ -68,3 +72,25 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
     )
     randomise(model, seed)
     return model.eval()
+
+
+def converted(model_type: str, **overrides: Any) -> Any:
+    """Build a tiny model with all of its layers rewired."""
+    model = tiny_model(model_type, **overrides)
+    convert_model(model, Connectivity("all"))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, input_ids: torch.Tensor = X, **inputs: Any) -> torch.Tensor:
+    """Return the logits of a pass without gradients and without a cache."""
+    return model(input_ids, use_cache=False, **inputs).logits
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of every gradient by the name of its parameter."""
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }

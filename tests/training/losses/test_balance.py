@@ -25,7 +25,7 @@ from fcsd.training.losses.balance import Balance
 from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import gradients_of, tiny_model
 from tests.support import few, make_bench, trained_weights, user_error
 
 ALONE = SimpleNamespace(num_processes=1)
@@ -162,11 +162,7 @@ def test_the_gradient_of_the_balance_is_the_same_with_activation_checkpointing(
         balance.begin_step(len(COUNTED))
         routed = run(model, batch(), balance)
         balance.share(routed, batch(), Meters(ALONE, "ce")).backward()
-        return {
-            name: parameter.grad.clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+        return gradients_of(model)
 
     plain = gradients()
     model.activation_checkpointing_enable({"use_reentrant": False})

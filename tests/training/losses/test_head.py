@@ -27,7 +27,7 @@ from fcsd.training.losses.objectives import MEASURES, OBJECTIVES
 from tests.examples import pack
 from tests.losses import objective_of, reference_loss
 from tests.reference.ranks import run_ranks
-from tests.reference.tiny import TINY, tiny_model
+from tests.reference.tiny import TINY, gradients_of, tiny_model
 from tests.support import few, user_error
 
 KL, CE = objective_of("kl"), objective_of("ce")
@@ -88,14 +88,6 @@ def reference_kl(student_logits, teacher_logits):
     return F.kl_div(s, t, log_target=True, reduction="sum")
 
 
-def gradients(model):
-    return {
-        name: p.grad.clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(family):
     student, teacher = make_model(family, 0), make_model(family, 1)
@@ -106,7 +98,7 @@ def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(famil
         student(ids, position_ids=positions).logits[keep], teacher_logits
     )
     expected.backward()
-    expected_gradients = gradients(student)
+    expected_gradients = gradients_of(student)
     student.zero_grad()
 
     attach_loss_head(student)
@@ -123,7 +115,7 @@ def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(famil
     loss.backward()
 
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    actual = gradients(student)
+    actual = gradients_of(student)
     assert actual.keys() == expected_gradients.keys()
     for name, gradient in actual.items():
         torch.testing.assert_close(
@@ -170,8 +162,8 @@ def test_a_batch_without_kept_positions_gives_zero_and_a_gradient_for_every_para
     )["loss"]
     loss.backward()
     assert loss.item() == 0
-    assert gradients(model).keys() == dict(model.named_parameters()).keys()
-    assert all((gradient == 0).all() for gradient in gradients(model).values())
+    assert gradients_of(model).keys() == dict(model.named_parameters()).keys()
+    assert all((gradient == 0).all() for gradient in gradients_of(model).values())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoeshared"])
@@ -232,7 +224,7 @@ def test_a_copied_model_trains_its_own_parameters():
     twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)[
         "loss"
     ].backward()
-    assert not gradients(model) and gradients(twin)
+    assert not gradients_of(model) and gradients_of(twin)
 
 
 def test_another_model_of_the_same_class_keeps_its_own_forward():
@@ -568,7 +560,7 @@ def kl_of_one_rank(rank, wrapper):
 
     expected = loss_of(student, slice(None))
     expected.backward()
-    expected_gradients = gradients(student)
+    expected_gradients = gradients_of(student)
     student.zero_grad()
     wrapped = student
     if wrapper == "ddp":

@@ -42,7 +42,7 @@ from fcsd.training.teachers.load import identity, read_head, unloaded
 from fcsd.training.teachers.lora import AdapterOffTeacher
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
-from tests.reference.tiny import tiny_model
+from tests.reference.tiny import gradients_of, tiny_model
 from tests.support import (
     Bench,
     assert_killed,
@@ -150,12 +150,7 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(
                 teacher_hidden=one["teacher_hidden"], teacher_head=teacher.head,
             )["loss"]  # fmt: skip
         total.backward()
-        gradients = {
-            n: p.grad.clone()
-            for n, p in student.named_parameters()
-            if p.grad is not None
-        }
-        return total.detach(), gradients
+        return total.detach(), gradients_of(student)
 
     loss, gradients = step(teachers["sharded"])
     assert (
