@@ -3,7 +3,6 @@ the rest is left alone.
 """
 
 import json
-import re
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from tests.reference.multimodal import (
     text_stack,
 )
 from tests.reference.parts import arguments_computed_once
-from tests.reference.tiny import gradients_of, tiny_config, tiny_model
+from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
 from tests.support import WRAPPERS, assert_same_model, edited_json, few, user_error
 
@@ -188,84 +187,6 @@ def test_generating_with_the_cache_gives_what_full_passes_give(name):
         full["position_ids"] = (full["attention_mask"].cumsum(1) - 1).clamp(min=0)
     actual = torch.stack(made.logits, dim=1)
     assert error(actual, logits(model, full)[:, -added - 1 : -1]) < BOUND
-
-
-@FLOAT64
-@pytest.mark.parametrize("name", few(WRAPPERS, 6))
-def test_gradients_are_those_of_the_equations_also_in_the_vision_tower(name):
-    model, inputs = tiny_model(name), image_inputs(name)
-    trained = {
-        path: parameter
-        for path, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-    def gradients(output):
-        text = inputs["input_ids"][:, 1:] != IMAGE
-        loss = torch.nn.functional.cross_entropy(
-            output[:, :-1][text], inputs["input_ids"][:, 1:][text]
-        )
-        return torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-
-    expected = gradients(multimodal_reference_forward(model, range(4), **inputs)[0])
-    convert_model(model, Connectivity("all"))
-    actual = gradients(model(**inputs, use_cache=False).logits)
-    reached = {
-        path
-        for path, gradient in zip(trained, actual, strict=True)
-        if gradient is not None
-    }
-    assert any(re.search(r"(vision|visual|sam)", path) for path in reached)
-    for path, a, e in zip(trained, actual, expected, strict=True):
-        assert (a is None) == (e is None), path
-        if a is not None:
-            assert (a - e).abs().max() < BOUND * max(1.0, float(e.abs().max())), path
-
-
-@FLOAT64
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("name", few(WRAPPERS))
-def test_gradient_checkpointing_does_not_change_gradients(name):
-    model, inputs = tiny_model(name), image_inputs(name)
-    convert_model(model, Connectivity("all"))
-    model.train()
-    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, -100)
-
-    def gradients():
-        model.zero_grad()
-        model(**inputs, labels=labels, use_cache=False).loss.backward()
-        return gradients_of(model)
-
-    plain = gradients()
-    stack = text_stack(model)[0]
-    in_stack = {id(parameter) for parameter in stack.layers.parameters()}
-    text = {
-        path
-        for path, parameter in model.named_parameters()
-        if id(parameter) in in_stack
-    }
-    # Re-entrant checkpointing also changes the gradients of Mistral Large 4's original.
-    for reentrant in (False,) if name == "mistral_large4" else (False, True):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
-        runs = []
-        # Before the block: recomputation may end within it.
-        block = getattr(stack.layers[3], FAMILIES[name].moe)
-        hook = block.register_forward_pre_hook(
-            lambda *_: runs.append(1)  # noqa: B023
-        )
-        checkpointed = gradients()
-        hook.remove()
-        model.activation_checkpointing_disable()
-        assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
-        # Re-entrant checkpointing cuts Llama 4's vision tower off in the regular model,
-        # too.
-        for path in text & plain.keys() if reentrant else plain:
-            gradient, tolerance = plain[path], BOUND if reentrant else 0
-            assert (checkpointed[path] - gradient).abs().max() <= tolerance * max(
-                1, gradient.abs().max()
-            ), path
 
 
 @FLOAT64

@@ -3,6 +3,7 @@ equations.
 """
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.reference.parts import arguments_computed_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, gradients_of, logits, tiny_model
+from tests.reference.tiny.multimodal import IMAGE
 from tests.support import KINDS, TEXT_FAMILIES, WRAPPERS, cache_of, few
 
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
@@ -290,10 +292,12 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
         assert difference(6) < BOUND
 
 
-@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
+# the images of a wrapper have no gradient
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)))
 def test_gradient_checkpointing_does_not_change_gradients(family):
-    x = tokens()
-    model = tiny_model(family).train()
+    model, inputs = tiny_model(family).train(), inputs_of(family)
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, -100)
 
     def original_refuses():
         with pytest.raises(
@@ -308,30 +312,36 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
     def gradients():
         model.zero_grad()
         torch.manual_seed(0)  # routers that sample in training
-        model(x, labels=x, use_cache=False).loss.backward()
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
         return gradients_of(model)
 
     original = gradients()
     convert_model(model, Connectivity("all"))
     plain = gradients()
     assert plain.keys() == original.keys()
-    for reentrant in (False, True):
+    layers = {id(p) for layer in stack_of(model) for p in layer.parameters()}
+    # Re-entrant checkpointing also changes the gradients of Mistral Large 4's original.
+    for reentrant in (False,) if family == "mistral_large4" else (False, True):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
         runs = []
+        # Before the block: recomputation may end within it.
         moe = getattr(stack_of(model)[1], FAMILIES[family].moe)
         hook = moe.register_forward_pre_hook(lambda *_: runs.append(1))  # noqa: B023
         checkpointed = gradients()
         hook.remove()
         model.activation_checkpointing_disable()
         assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
-        assert checkpointed.keys() == plain.keys()
+        # In a regular Llama 4, too, it cuts the vision tower off.
+        partly = reentrant and FAMILIES[family].multimodal
+        assert partly or checkpointed.keys() == plain.keys()
         for name, gradient in plain.items():
+            if partly and id(model.get_parameter(name)) not in layers:
+                continue
             # Re-entrant checkpoints may sum gradients in another order.
-            assert (checkpointed[name] - gradient).abs().max() <= (
-                BOUND if reentrant else 0
-            ), name
+            tolerance = BOUND * max(1, gradient.abs().max()) if reentrant else 0
+            assert (checkpointed[name] - gradient).abs().max() <= tolerance, name
 
 
 @pytest.mark.parametrize("family", few(TEXT_FAMILIES))
@@ -351,22 +361,26 @@ def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
     assert difference() < BOUND
 
 
-@pytest.mark.parametrize("family", few(TEXT_FAMILIES))
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)))
 def test_gradients_are_those_of_the_equations(family):
-    model, x = tiny_model(family), tokens(2, 6)
-    weights = {
-        name: p for name, p in stack_of(model).named_parameters() if p.requires_grad
-    }
+    """In a wrapper, also those of the vision tower."""
+    model, inputs = tiny_model(family), inputs_of(family)
+    is_wrapper = FAMILIES[family].multimodal
+    forward = multimodal_reference_forward if is_wrapper else reference_forward
+    # The reference of a text family begins behind the embeddings.
+    trained = model if is_wrapper else stack_of(model)
+    weights = {name: p for name, p in trained.named_parameters() if p.requires_grad}
 
     def gradients(output):
-        loss = torch.nn.functional.cross_entropy(
-            output[:, :-1].flatten(0, 1), x[:, 1:].flatten()
-        )
+        following = inputs["input_ids"][:, 1:]
+        text = following != IMAGE
+        loss = torch.nn.functional.cross_entropy(output[:, :-1][text], following[text])
         return torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
 
-    expected = gradients(reference_forward(model, x, range(4))[0])
+    expected = gradients(forward(model, layers=range(4), **inputs)[0])
     convert_model(model, Connectivity("all"))
-    actual = gradients(model(x, use_cache=False).logits)
+    actual = gradients(model(**inputs, use_cache=False).logits)
+    reached = set()
     for name, a, e in zip(weights, actual, expected, strict=True):
         if (
             e is None
@@ -374,6 +388,9 @@ def test_gradients_are_those_of_the_equations(family):
             assert a is None or not a.any(), name
             continue
         assert (a - e).abs().max() < BOUND * max(1.0, float(e.abs().max())), name
+        reached.add(name)
+    if is_wrapper:
+        assert any(re.search(r"(vision|visual|sam)", name) for name in reached)
 
 
 @pytest.mark.parametrize(
