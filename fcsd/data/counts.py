@@ -82,11 +82,13 @@ class ExampleCounts:
             if warning := self.warning(number, reason):
                 yield warning
 
-    def warning(self, number: int, reason: str, unit: str = "examples") -> str:
+    def warning(self, number: int, reason: str) -> str:
         """Return a warning if `number` is more than 5 % of the examples read, else ""."""
         if number <= WARNED * self.read:
             return ""
-        share = f"{number:,} of {self.read:,} {unit} ({100 * number / self.read:.0f} %)"
+        share = (
+            f"{number:,} of {self.read:,} examples ({100 * number / self.read:.0f} %)"
+        )
         return f"warning: {share} {reason}"
 
 

@@ -59,9 +59,11 @@ def training_figures(
     return figures
 
 
-def _last_loss(points: Sequence[Mapping[str, Any]], num_steps: int = 50) -> str:
-    """Return the mean loss of the last steps (50, as in Appendix A of the paper), and
-    their number in parentheses.
+_LAST_STEPS = 50  # as in Appendix A of the paper
+
+
+def _last_loss(points: Sequence[Mapping[str, Any]]) -> str:
+    """Return the mean loss of the last steps, and their number in parentheses.
 
     points: those of `history.jsonl`; a point that is logged every n steps is the mean
     of these n.
@@ -69,7 +71,7 @@ def _last_loss(points: Sequence[Mapping[str, Any]], num_steps: int = 50) -> str:
     total = steps = 0
     # Backwards from the last point, each weighted by the steps that it covers.
     for previous, point in reversed(list(pairwise([{"step": 0}, *points]))):
-        if "loss" in point and steps < num_steps:
+        if "loss" in point and steps < _LAST_STEPS:
             covered = point["step"] - previous["step"]
             total, steps = total + covered * point["loss"], steps + covered
     return f"{total / steps:.4g} ({steps})" if steps else ""

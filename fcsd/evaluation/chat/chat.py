@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, TextIO
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -185,8 +186,13 @@ def chat(
             print(f"{speaker.name}: {speaker.settings(greedy)}", file=sink)
         print("Type a message; /help explains, /exit leaves.", file=sink)
     opening = [{"role": "system", "content": system}] if system else []
-    for speaker in speakers:
-        speaker.messages = [*opening]
+
+    def begin() -> None:
+        for speaker in speakers:
+            speaker.messages = [*opening]
+
+    answer = partial(_turn, speakers, max_new_tokens, greedy, sink, terminal)
+    begin()
     # The last message is remembered for /again.
     last = between = ""
     failures: list[str] = []
@@ -199,8 +205,7 @@ def chat(
             if text in ("/exit", "/quit"):
                 break
             if text == "/reset":
-                for speaker in speakers:
-                    speaker.messages = [*opening]
+                begin()
                 print("The conversation starts again.", file=sink)
             elif text == "/again":
                 if not last:
@@ -209,16 +214,14 @@ def chat(
                 for speaker in speakers:
                     if speaker.messages[-2:-1] == [{"role": "user", "content": last}]:
                         del speaker.messages[-2:]
-                failures += _turn(
-                    speakers, last, max_new_tokens, greedy, sink, terminal
-                )
+                failures += answer(last)
             elif text == "/help":
                 print(_HELP, file=sink)
             else:
                 print(f"{text.split()[0]}: no such command.\n{_HELP}", file=sink)
         elif text:
             last = text
-            failures += _turn(speakers, text, max_new_tokens, greedy, sink, terminal)
+            failures += answer(text)
         sink.flush()
     return failures
 
@@ -240,35 +243,29 @@ def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
 
 def _turn(
     speakers: Sequence[Speaker],
-    text: str,
     max_new_tokens: int | None,
     greedy: bool,
     sink: TextIO,
     terminal: bool,
+    text: str,
 ) -> list[str]:
     """Send one message to all models and write their replies to `sink`; take back a
     message that cannot be answered, and return the errors.
     """
     for speaker in speakers:
         speaker.messages.append({"role": "user", "content": text})
+    replies: list[Reply] = []
+    failures: list[str] = []
     try:
         # All prompts are built before any model starts, so a message that does not fit
         # one model is taken back from all.
         replies = [Reply(speaker, max_new_tokens, greedy) for speaker in speakers]
-    except (UserError, KeyboardInterrupt) as error:
-        for speaker in speakers:
-            speaker.messages.pop()
-        if isinstance(error, KeyboardInterrupt) and not terminal:
-            raise
-        if isinstance(error, KeyboardInterrupt):
-            print("\n(interrupted)", file=sink)
-            return []
-        print(f"error: {error}", file=sink)
-        return [str(error)]
-    try:
         for reply in replies:
             reply.start()
         _show([speaker.name for speaker in speakers], replies, sink)
+    except UserError as error:
+        failures.append(str(error))
+        print(f"error: {error}", file=sink)
     except KeyboardInterrupt:
         if not terminal:
             raise
@@ -276,8 +273,11 @@ def _turn(
     finally:
         for reply in replies:
             reply.stop()
-    failures = []
-    for speaker, reply in zip(speakers, replies, strict=True):
+        if not replies:
+            for speaker in speakers:
+                speaker.messages.pop()
+    # None where the message was taken back.
+    for speaker, reply in zip(speakers, replies, strict=False):
         whose = f"{speaker.name}: " if len(speakers) > 1 else ""
         if reply.error is not None:
             speaker.messages.pop()

@@ -37,7 +37,7 @@ class AnswersOfFile(LM):
         self.answers, self.documents, self.thinking = answers, documents or {}, thinking
         self.cut = frozenset[str]()
 
-    def think(self, thinking: bool, chat_template: bool = False) -> None:
+    def think(self, row: LMEvalTaskConfig) -> None:
         """Do nothing: the answers are in the file."""
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
