@@ -4,14 +4,11 @@ command line's errors.
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fcsd
 from fcsd.base.errors import UserError
@@ -95,119 +92,17 @@ def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
     torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the error of a command, without its name."""
-    assert main(list(words)) == 2
-    return capsys.readouterr().err.strip().splitlines()[-1].partition(": error: ")[2]
-
-
-def raised(call: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    return " ".join(str(caught.value).split())
-
-
-def test_a_dense_model_a_wrong_text_and_a_second_conversion_are_refused_as_on_the_command_line(
-    original: Any,
-    base_checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    sizes = {
-        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
-    }  # fmt: skip
-    dense = Qwen3ForCausalLM(
-        Qwen3Config(num_hidden_layers=2, vocab_size=99, head_dim=8, **sizes)
-    )
-    dense.save_pretrained(tmp_path / "dense")
-    said = printed(capsys, "convert", str(tmp_path / "dense"), str(tmp_path / "out"))
-    assert raised(lambda: fcsd.convert(dense, "all")) == said.removeprefix(
-        f"{tmp_path / 'dense'}: "
-    )
-    assert (
-        raised(lambda: fcsd.convert_checkpoint(tmp_path / "dense", tmp_path / "out"))
-        == said
-    )
-
-    said = printed(
-        capsys,
-        "convert",
-        str(base_checkpoint),
-        str(tmp_path / "out"),
-        "--layers",
-        "lst:3",
-    )
-    assert raised(lambda: fcsd.convert(copy.deepcopy(original), "lst:3")) == said
-    assert said.startswith("layers: 'lst:3' is not a selection; allowed: all, moe")
-
+def test_what_cannot_be_converted_or_undone_in_memory_is_refused(original: Any) -> None:
     model = fcsd.convert(copy.deepcopy(original), "all")
-    fcsd.convert_checkpoint(base_checkpoint, tmp_path / "once")
-    said = printed(capsys, "convert", str(tmp_path / "once"), str(tmp_path / "twice"))
-    assert (
-        said
-        == f"{tmp_path / 'once'}: is already converted with this connectivity (layers"
-        " [0, 1])"
-    )
-    assert (
-        raised(lambda: fcsd.convert(model, "all"))
-        == "FarSkipQwen2MoeForCausalLM: is already converted with this connectivity"
-        " (layers [0, 1, 2, 3])"
-    )
-    assert (
-        raised(lambda: fcsd.convert(model, "last:9"))
-        == "layers: last:9: the model has only 4 decoder layers"
-    )
-    assert "is not converted, so there is nothing to undo" in raised(
-        lambda: fcsd.unconvert(copy.deepcopy(original))
-    )
-    assert "not a transformers model" in raised(
-        lambda: fcsd.convert(torch.nn.Linear(2, 2))
-    )
-
-
-def test_data_and_tokenizers_are_refused_as_in_a_recipe(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def trainer(
-        rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any
-    ) -> Any:
-        arguments = fcsd.FCSDConfig(
-            output_dir=str(tmp_path / "run"), layers="all", max_length=32, **settings
-        )
-        return fcsd.FCSDTrainer(
-            str(bench.base),
-            arguments,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
-
-    write_rows(tmp_path / "texts" / "rows.jsonl", [{"story": "a"}])
-    file = tmp_path / "texts" / "rows.jsonl"
-    data = {
-        "train": [{"path": str(file), "columns": {"text": "words"}}],
-        "max_length": 32,
-    }
-    said = printed(capsys, "distill", str(bench.recipe("columns", data=data)))
-    assert said.startswith(
-        f"data set {file}: no column 'words'; it has 'story'; name the right ones"
-    )
-    assert raised(
-        lambda: trainer([{"story": "a"}], columns={"text": "words"})
-    ) == said.replace(str(file), "train_dataset")
-
-    plain = tmp_path / "plain"
-    fcsd.load(bench.base)[0].save_pretrained(plain)
-    tiny_tokenizer(300, chat_template=False).save_pretrained(plain)
-    said = printed(
-        capsys, "distill", str(bench.recipe("plain", model={"path": str(plain)}))
-    )
-    messages = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    ]  # fmt: skip
-    own = fcsd.load(plain)[1]
-    here = said.replace("`columns: {text: …}`", "columns={'text': …}")
-    assert raised(lambda: trainer(messages, own)) == here
-    assert "no chat template, needed" in said
+    with user_error(
+        r"^FarSkipQwen2MoeForCausalLM: is already converted with this connectivity"
+        r" \(layers \[0, 1, 2, 3\]\)$"
+    ):
+        fcsd.convert(model, "all")
+    with user_error("^layers: last:9: the model has only 4 decoder layers$"):
+        fcsd.convert(model, "last:9")
+    with user_error("is not converted, so there is nothing to undo"):
+        fcsd.unconvert(copy.deepcopy(original))
 
 
 def test_the_dtype_of_a_model_that_is_loaded_has_one_name(

@@ -5,10 +5,8 @@
 import argparse
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from fcsd.cli import main as cli
 from fcsd.cli.main import main
 from fcsd.cli.options import Command
 from fcsd.cli.program import Program
-from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
 from tests.support import ROOT, Bench, start
 
@@ -180,67 +177,6 @@ def refused(bench: Bench, capfd: pytest.CaptureFixture[str]) -> Refused:
     return Refused(capfd, bench.folder)
 
 
-def copied(bench: Bench, **config: Any) -> Path:
-    """Return the base checkpoint with changed config fields (None: removed)."""
-    folder = bench.rows.parent / "copied"
-    shutil.copytree(bench.base, folder)
-    values = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(
-        json.dumps({key: v for key, v in values.items() if v is not None})
-    )
-    return folder
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def corrupt(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
-
-
-def lose_tensor(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("lm_head.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-CHECKPOINTS: list[tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = [
-    ("unknown model type", {"model_type": "qwen9_moe"}, None, r"qwen9_moe"),
-    ("dense model", {"model_type": "qwen3"}, None, r"qwen3"),
-    ("truncated weights", {}, truncate, r"model\.safetensors: .*(truncated|damaged|incomplete)"),
-    ("corrupt weights", {}, corrupt, r"model\.safetensors: "),
-    ("missing tensor", {}, lose_tensor, r"1 tensors are missing, the first is 'lm_head\.weight'"),
-    ("no weights", {}, lambda folder: (folder / "model.safetensors").unlink(), r"no weights|no \.safetensors|holds no"),
-    ("no config", {}, lambda folder: (folder / "config.json").unlink(), r"config\.json: no such file"),
-    ("invalid config", {}, lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not valid JSON"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("config", "damage", "message"),
-    [case[1:] for case in CHECKPOINTS],
-    ids=[c[0] for c in CHECKPOINTS],
-)
-def test_a_checkpoint_that_cannot_be_used_is_refused(
-    bench: Bench,
-    refused: Refused,
-    config: dict[str, Any],
-    damage: Callable[[Path], Any] | None,
-    message: str,
-) -> None:
-    model = copied(bench, **config)
-    if damage is not None:
-        damage(model)
-    refused("convert", model, bench.folder / "out", message=message)
-    assert list(bench.folder.iterdir()) == []
-    refused("distill", bench.recipe("r", model={"path": str(model)}), message=message)
-
-
 def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
     missing = str(bench.folder / "missing")
     for command in (
@@ -255,33 +191,6 @@ def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
     )
     refused("distill", bench.folder / "no.yaml", message=r"no\.yaml: no such file")
     refused("compare", missing, missing, message=r"missing")
-
-
-def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(
-    bench: Bench, refused: Refused
-) -> None:
-    model = copied(bench)
-    recipe = bench.recipe("r", model={"path": str(model)})
-    (model / "chat_template.jinja").unlink()
-    refused(
-        "distill",
-        recipe,
-        message=(
-            r"no chat template, needed for prompts and messages; use the tokenizer"
-            r" of an"
-        ),
-    )
-    tiny_tokenizer(512).save_pretrained(model)
-    refused(
-        "distill",
-        recipe,
-        message=r"the tokenizer has 512 tokens, the model's vocabulary only 300",
-    )
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    refused(
-        "distill", recipe, message=r"copied: holds no tokenizer; copy tokenizer\.json"
-    )
 
 
 def source(bench: Bench, text: str, **keys: Any) -> dict[str, Any]:

@@ -496,21 +496,6 @@ def test_max_examples_takes_the_first_ones(tmp_path):
     assert texts == ["a" * LENGTHS[0], "b" * LENGTHS[1], "c" * LENGTHS[2]]
 
 
-def test_packed_rows_have_every_token_of_their_source(tmp_path):
-    source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS))
-    built = build_dataset([source], make_tokenizer(), max_length=32)
-    rows = rows_of(built)
-    assert rows == rows_of(built)
-    assert sum(label != NO_LOSS for row in rows for label in row["labels"]) == sum(
-        LENGTHS
-    )
-    batch = next(
-        iter(torch.utils.data.DataLoader(built, batch_size=2, collate_fn=Collator()))
-    )
-    assert batch["input_ids"].shape == (2, 32)
-    assert batch["input_ids"][0].tolist() == rows[0]["input_ids"]
-
-
 def test_sources_are_mixed_by_weight(tmp_path):
     sources = [
         Source(write_texts(tmp_path / "a.jsonl", [4] * 400, "a"), weight=3.0),
@@ -643,24 +628,6 @@ def test_an_empty_or_unreadable_source_is_refused_in_one_line(tmp_path, content)
     with user_error(path.name) as caught:
         load_source(Source(str(path)))
     assert "\n" not in str(caught.value)
-
-
-def test_a_data_set_without_a_single_response_token_is_refused(tmp_path):
-    source = Source(
-        write_jsonl(tmp_path / "a.jsonl", [{"p": "x" * 50, "r": "y"}] * 3),
-        columns={"prompt": "p", "response": "r"},
-    )
-    with user_error("not one of 3 examples has a response token within max_length: 16"):
-        build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), max_length=16)
-
-
-def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
-    source = Source(
-        write_texts(tmp_path / "a.jsonl", [3]),
-        columns={"prompt": "text", "response": "text"},
-    )
-    with user_error("no chat template"):
-        build_dataset([source], make_tokenizer(), max_length=16)
 
 
 # ---- real data, through the same keys

@@ -514,14 +514,6 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_less_data_than_one_batch_is_refused(tmp_path: Path, teacher: Any) -> None:
-    with user_error(
-        r"has 3 rows of 16 tokens, but one batch of 64 tokens needs 4; use more data"
-    ):
-        train(*make(tmp_path, teacher, rows=Rows(3)))
-    assert not (tmp_path / "model").exists()
-
-
 def test_a_bfloat16_checkpoint_trained_in_float32_is_saved_in_bfloat16(
     tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -624,15 +616,6 @@ def test_the_logged_figures_are_those_of_full_logits(
         assert first[f"{name}_p{q}"] == pytest.approx(float(exact), rel=0.01)
 
 
-def test_the_figures_of_a_baseline_have_no_teacher_in_them(
-    tmp_path: Path, teacher: Any
-) -> None:
-    train(*make(tmp_path, teacher, {"name": "sft"}))
-    first = read_history(tmp_path)[0]
-    assert "ce" in first
-    assert not {"kl", "top1_agreement", "teacher_entropy", "kl_p50"} & first.keys()
-
-
 def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_the_objective_gives(
     tmp_path: Path, teacher: Any
 ) -> None:
@@ -648,25 +631,6 @@ def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_th
         r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
     ):
         train(*make(tmp_path / "small", teacher, {"name": "kl", "vocab_size": 50}))
-
-
-def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> None:
-    run = make(tmp_path, teacher)
-    other = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)
-    with user_error(
-        "the vocabularies differ: 120 tokens in the teacher, 99 in the student"
-    ):
-        train(*run.changed(teacher=other))
-    with user_error("the tokenizer has 512 tokens, the model's vocabulary only 99"):
-        train(*run.changed(tokenizer=tiny_tokenizer(512)))
-
-
-def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> None:
-    with user_error(
-        r"64 is not a multiple of 48 \(per_device_train_batch_size 3 x"
-        r" data.max_length 16 x 1"
-    ):
-        train(*make(tmp_path, teacher, per_device_train_batch_size=3))
 
 
 def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(
