@@ -214,3 +214,42 @@ def served_beside(
         third = (experts,) if not outdated[k] and follows and shared[k] else ()
         computed.append((experts if outdated[k] else [], following, *third))
     return computed
+
+
+def served_branches(
+    rewired: Sequence[bool],
+    moe: Sequence[bool],
+    attention: str,
+    mlp: str | Collection[int],
+    shared: Sequence[bool],
+) -> list[tuple[Computed, ...]]:
+    """Return what `served_beside` does, of a model in which each layer is one branch.
+
+    A rewired mixer is summed with the shared expert of a rewired MoE layer behind it:
+    A_k is in that layer, beside its routed experts; with `mlp: full` it is of the mixer
+    alone, and blocks. A mixer alone has one all-reduce, which blocks. R_k runs beside
+    the next layer, if that does not wait for it; then shared experts that are not in A_k
+    have an all-reduce of their own, beside the routed experts.
+    """
+    outdated = _outdated(rewired, mlp)
+    last = len(rewired) - 1
+    computed: list[tuple[Computed, ...]] = []
+    for k, is_rewired in enumerate(rewired):
+        before, behind = k > 0 and rewired[k - 1], k < last and rewired[k + 1]
+        if not is_rewired or not moe[k]:
+            with_experts = is_rewired and behind and moe[k + 1]
+            computed.append(() if with_experts else ([],))
+            continue
+        follows = behind and (outdated[k + 1] if moe[k + 1] else attention == "partial")
+        steps = (*_ATTENTION, MLP, SHARED, EXPERTS) if follows else ()
+        following: Computed = [(k + 1, step.name) for step in steps]
+        experts: Computed = [(k, EXPERTS.name)]
+        mixer = before and not moe[k - 1]
+        alone = (experts,) if follows and shared[k] else ()
+        if not mixer:
+            computed.append((*alone, following))
+        elif outdated[k]:
+            computed.append((experts, following))
+        else:
+            computed.append(([], *alone, following))
+    return computed

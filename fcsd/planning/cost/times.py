@@ -19,11 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fcsd.parallel.overlap.schedule import Computed, LayerFacts, served_beside
+from fcsd.parallel.overlap.schedule import (
+    Computed,
+    LayerFacts,
+    layer_facts,
+    served_beside,
+    served_branches,
+)
 from fcsd.parallel.overlap.schedule import beside as computed_beside
 from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
-from fcsd.planning.cost.operations import LayerWork, ModelWork
+from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.roofline import Roofline, fused_norm, total
 from fcsd.planning.cost.stages import (
@@ -390,10 +396,14 @@ def _wide_times(planned: Planned) -> dict[str, Any]:
     # A forward pass and the head: no loss, backward pass or optimiser.
     work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
     seconds = roofline.layers(work, ranks)
-    windows = [
-        {kind: window(computed[kind], seconds) for kind in ("dispatch", "combine")}
-        for computed in computed_beside(planned.facts())
-    ]
+    together, facts = _together(planned)
+    of_groups = [_added(seconds[first : last + 1]) for first, last in together]
+    windows = {
+        last: {
+            kind: window(computed[kind], of_groups) for kind in ("dispatch", "combine")
+        }
+        for (_, last), computed in zip(together, computed_beside(facts), strict=True)
+    }
     exchange = dict(
         zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True)
     )
@@ -414,6 +424,43 @@ def _wide_times(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _together(
+    planned: Planned,
+) -> tuple[list[tuple[int, int]], list[LayerFacts | None]]:
+    """Return the first and the last of the layers that a server computes as one, and the
+    facts of these: a rewired mixer and the rewired experts behind it, where each layer
+    is one branch.
+    """
+    work, rewired, mlp = planned.work, planned.rewired(), planned.mlp
+    layers = work.layers
+    if not layers[0].one_branch:
+        return [(k, k) for k in range(len(layers))], planned.facts()
+
+    def joins(k: int) -> bool:
+        chosen = 0 < k < len(layers) and rewired[k - 1] and rewired[k]
+        return chosen and work.moe[k] and not work.moe[k - 1]
+
+    together = [(k - joins(k), k) for k in range(len(layers)) if not joins(k + 1)]
+    facts = layer_facts(
+        [rewired[last] for _, last in together],
+        [work.moe[last] for _, last in together],
+        planned.connectivity.attention,
+        mlp
+        if isinstance(mlp, str)
+        else [j for j, (_, last) in enumerate(together) if last in mlp],
+        ["core" if layers[first].core else "end" for first, _ in together],
+    )
+    return together, facts
+
+
+def _added(layers: Sequence[Seconds]) -> dict[str, float]:
+    """Return the seconds of the steps of layers that are computed as one."""
+    return {
+        name: sum(layer.get(name, 0.0) for layer in layers)
+        for name in dict.fromkeys(name for layer in layers for name in layer)
+    }
+
+
 def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
     """Return the times of a server. side: the all-reduces that a converted model sends
     on a side stream.
@@ -425,19 +472,15 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
     shared = [layer_s.get("shared expert", 0.0) > 0 for layer_s in seconds]
     # Tensor-parallel ranks sum after attention and after the MLP instead of exchanging
     # tokens.
-    computed = served_beside(
+    beside = served_branches if work.layers[0].one_branch else served_beside
+    computed = beside(
         planned.rewired(),
         work.moe,
         planned.connectivity.attention,
         planned.mlp,
         shared,
     )
-    windows = [
-        _of_branches(layer, is_rewired, [window(steps, seconds) for steps in beside])
-        for layer, is_rewired, beside in zip(
-            work.layers, planned.rewired(), computed, strict=True
-        )
-    ]
+    windows = [[window(steps, seconds) for steps in layer] for layer in computed]
     all_reduce_s, side_s = roofline.all_reduce(work), roofline.all_reduce(work, side)
     branches = sum(layer.branches for layer in work.layers)
     communication = branches * all_reduce_s
@@ -479,19 +522,6 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
         ],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
-
-
-def _of_branches(
-    layer: LayerWork, is_rewired: bool, windows: list[float]
-) -> list[float]:
-    """Return the windows of the all-reduces that a layer has: a layer of one branch has
-    one, and a rewired one with shared experts a second, of these.
-    """
-    if not layer.one_branch:
-        return windows
-    if layer.moe and is_rewired and layer.work("shared expert").weights:
-        return windows[:2]
-    return windows[1:2] if layer.moe else windows[:1]
 
 
 def summary(

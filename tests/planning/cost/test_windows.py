@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from fcsd.parallel.overlap.schedule import beside, layer_facts, served_beside
+from fcsd.parallel.overlap.schedule import (
+    beside,
+    layer_facts,
+    served_beside,
+    served_branches,
+)
 from fcsd.planning.cost.times import equation_9, exposed, gain, window
 
 STEPS = {
@@ -150,3 +155,33 @@ def test_the_gain_is_that_of_the_exposed_share_that_gets_hidden() -> None:
     assert gain(0.156, 1.0) == pytest.approx(0.185, abs=0.0005)
     assert gain(0.2, 0.5) == pytest.approx(100 / 90 - 1)
     assert gain(0.5, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "expected"),
+    [
+        # mixers 0, 2 and 6 with the experts behind them, experts 4 and mixer 5 alone
+        ("partial", "outdated", [(), (1, 20), (), (3, 4.4), (4, 50), (0,), (), (7, 0)]),
+        ("full", "outdated", [(), (1, 0), (), (3, 4.4), (0,), (0,), (), (7, 0)]),
+        # only R_1 and R_4 are in flight, then shared experts are summed alone
+        ("partial", "full", [(), (0, 1, 20), (), (0, 0), (4, 50), (0,), (), (0, 0)]),
+    ],
+)
+def test_a_mixer_is_summed_with_the_experts_behind_it(
+    attention: str, mlp: str, expected: list[tuple[float, ...]]
+) -> None:
+    moe = [False, True, False, True, True, False, False, True]
+    seconds = [
+        {"experts": k, "shared expert": k / 10} if is_moe else {"attention a": 10 * k}
+        for k, is_moe in enumerate(moe)
+    ]
+    computed = served_branches([True] * 8, moe, attention, mlp, moe)
+    windows = [tuple(window(each, seconds) for each in layer) for layer in computed]
+    assert windows == [pytest.approx(layer) for layer in expected]
+
+
+def test_a_regular_layer_of_one_branch_has_one_sum_and_ends_a_run() -> None:
+    computed = served_branches(
+        [True, True, False, True], [False, True, False, True], "partial", "outdated", [True] * 4
+    )  # fmt: skip
+    assert computed == [(), ([(1, "experts")], []), ([],), ([],)]
