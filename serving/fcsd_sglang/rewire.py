@@ -68,6 +68,7 @@ def rewire(
         schedule = Schedule(
             **place(field, k, here, is_moe),
             layer=layer,
+            attention=getattr(layer, str(mixers[k])),
             norms=tuple(getattr(layer, name) for name in family.norms),
             factor=getattr(layer, family.factor) if family.factor else 1.0,
             block=getattr(layer, family.moe),

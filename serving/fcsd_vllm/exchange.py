@@ -152,16 +152,21 @@ class Exchange:
         self.halves: Any = None
         self.scale: float = runner.routed_scaling_factor * factor
         runner.routed_scaling_factor = 1.0  # it would scale before the output exists
+        self.transform: Any = runner.routed_output_transform
+        if self.transform is not None:
+            runner.apply_routed_output_transform = self._transform_later
         self.call: dict[str, Any] = {}
         self.begun: Any = None
         self.output: Any = None
         self.routed: Any = None
+        self.latent: Any = None
 
     def start(self, read: torch.Tensor) -> None:
         """Route, and start the dispatch."""
         self._take_kernel()
-        self.output = None
-        self.routed = self.block(read)
+        self.output = self.latent = None
+        routed = self.block(read)
+        self.routed = routed if self.latent is None else self.latent
         where = f"layer {self.index}: {type(self.runner._quant_method).__name__}"
         if self.output is None:
             raise Refused(
@@ -221,8 +226,17 @@ class Exchange:
         routed: torch.Tensor = (
             self.routed if self.scale == 1.0 else self.routed * self.scale
         )
-        self.begun = self.output = self.routed = None
+        if self.transform is not None:
+            routed = self.transform(routed)[0]
+        self.begun = self.output = self.routed = self.latent = None
         return routed
+
+    def _transform_later(self, latent: torch.Tensor) -> torch.Tensor:
+        """Replace the runner's transform of the routed output, which does not exist yet;
+        return memory of its shape.
+        """
+        self.latent = latent
+        return latent.new_empty(*latent.shape[:-1], self.transform.output_size)
 
     def _begin(self, **call: Any) -> torch.Tensor:
         """Replace the kernel's `apply`."""

@@ -13,7 +13,9 @@ rest. So D runs beside b, and C beside the shared experts and a of layer k+1.
 - The last layer of a run waits for its C.
 - With `mlp: full`, or if attention has no single kernel at which to split, C runs
   beside all of attention and D beside the shared experts.
-- A selected dense layer waits for C after its attention and exchanges nothing.
+- A selected dense layer, and a mixer alone, wait for C after their attention and
+  exchange nothing. Experts alone have D beside their shared experts; behind other
+  experts, they run before they wait for C of these.
 
 Attention is split where its kernel is called, inside vLLM's operator: a compiler sees
 two operators per layer, and their data dependencies fix the order.
@@ -87,6 +89,8 @@ class ExchangeSchedule(Schedule):
         """
         if self.dense:
             return self._dense_layer(attention)
+        if self.attention is None:
+            return self._experts_alone(base, routed)
         beside_dispatch = self.stream is None
         if self.stream is None:
             stream = self._complete()
@@ -98,7 +102,25 @@ class ExchangeSchedule(Schedule):
         self._run_experts()
         if self.shared is not None and not beside_dispatch:
             parts.append(self.scaled(self.shared(self.read)))
-        stream = sum(parts, self.stream)
+        return self._ended(sum(parts, self.stream), base)
+
+    def _experts_alone(
+        self, base: torch.Tensor, routed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        self._dispatch(base)
+        parts = []
+        if self.shared is not None:
+            parts.append(self.scaled(self.shared(self.read)))
+        self._run_experts()
+        if self.receives:
+            assert self.before is not None
+            parts.append(self.before.wait())
+        return self._ended(sum(parts, base), base)
+
+    def _ended(
+        self, stream: torch.Tensor, base: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        assert self.exchange is not None
         self.base = self.stream = self.read = self.arrived = None
         if stream is base:
             stream = stream.clone()
@@ -139,8 +161,10 @@ class ExchangeSchedule(Schedule):
     def _dense_layer(self, attention: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = self._complete()
         stream = before + attention
+        if self.block is None:
+            return stream, torch.zeros_like(stream)
         read = self.norms[1](before if self.outdated else stream)
-        out = self.scaled(self.block(read))
+        out = self._branch(read)
         # The next stage takes hidden_states for a routed output.
         return (
             (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)

@@ -37,6 +37,9 @@ class Family:
     whole_stream: bool = False
     """Whether the model's loop passes the stream as hidden_states alone, instead of as
     the sum of vLLM's pair (hidden_states, residual)."""
+    one_branch: bool = False
+    """Whether each layer is one branch, of any kind under the same names; a rewired mixer
+    and the experts behind it are computed as one layer, as `branches` says."""
     normed_sums: bool = False
     """Whether norms follow the sums over ranks, as in `NormedSchedule`."""
     stack: str = "model"
@@ -230,6 +233,15 @@ _ROWS = (
         text_config=True,
     ),
     Family(
+        "nemotron_h",
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        attention=("mixer",),
+        moe="mixer",
+        norms=("norm", "norm"),
+        one_branch=True,
+    ),
+    Family(
         "lfm2_moe",
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",
@@ -272,11 +284,6 @@ REFUSED: dict[str, str] = {
         "not tested: its layers mix several streams, and vLLM stores its keys in FP8 on"
         " every platform, so that tests on CPUs could not compare its tokens; the"
         " Transformers backend has no such attention"
-    ),
-    "nemotron_h": (
-        "each layer is one branch, and the plugin rewires pairs; not tested: vLLM starts"
-        " experts without a gate on GPUs only; the Transformers backend has no Mamba"
-        " states"
     ),
 }
 """Family that is refused by name -> why."""

@@ -46,11 +46,11 @@ class NormedSchedule(Schedule):
         layer, attended = self.layer, self._start(attention, "attention")
         stream = base
         if routed is not None:
-            arrived = self._wait(routed, "routed", self.index - 1)
+            arrived = self._wait(routed, "routed", self.first - 1)
             stream = base + self.before.update(arrived)
         if not self.outdated:
             stream = self._attended(stream, attended)
-        assert self.shared is not None
+        assert self.shared is not None and self.block is not None
         dense = self.shared(self.norms[1](stream))
         experts = self.block(
             layer.pre_feedforward_layernorm_2(stream), layer.router(stream)

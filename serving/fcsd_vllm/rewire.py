@@ -20,7 +20,7 @@ from fcsd_vllm.families import Family
 from fcsd_vllm.field import Field
 from fcsd_vllm.normed_schedule import NormedSchedule
 from fcsd_vllm.refusals import MONOLITHIC, Refused
-from fcsd_vllm.schedule import Schedule, layer_name, pair, place
+from fcsd_vllm.schedule import Schedule, branches, layer_name, pair, place
 from fcsd_vllm.transports import Transport
 from fcsd_vllm.versions import missing
 
@@ -57,36 +57,68 @@ def rewire(
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
         _check_forward(layers[k], k)
-        parts: dict[str, Any] = {
-            **place(field, k, here, is_moe),
-            "layer": layers[k],
-            "norms": tuple(getattr(layers[k], name) for name in family.norms),
-            "factor": getattr(layers[k], family.factor) if family.factor else 1.0,
-            "block": getattr(layers[k], family.moe),
-            "shared": None,
-            "communication": communication,
-        }
-        schedule: Schedule
-        before = table.get(layer_name(k - 1))
-        if isinstance(communication, Transport):
-            schedule = _exchanging(
-                parts, getattr(before, "exchange", None), family, version
-            )
-        else:
-            schedule = (
-                NormedSchedule(**parts, before=before)
-                if family.normed_sums
-                else Schedule(**parts)
-            )
-            _give_partial_sums(schedule, family, version)
+    places = (
+        branches(field, here, is_moe)
+        if family.one_branch
+        else (place(field, k, here, is_moe) for k in rewired)
+    )
+    for placed in places:
+        schedule = _schedule(placed, layers, family, communication, table, version)
         table[schedule.name] = schedule
-        attention = _attention(layers[k], family)
-        takes = set(inspect.signature(attention.forward).parameters)
-        takes &= {*family.arguments, _OUTPUT}
-        layers[k].forward = functools.partial(
-            _forward, schedule, attention, family, tuple(sorted(takes))
+        first, last = schedule.first, schedule.index
+        layers[first].forward = functools.partial(
+            _forward, schedule, family, _taken(schedule.attention, family)
         )
+        for k in range(first + 1, last + 1):
+            layers[k].forward = _hand_on
     return rewired
+
+
+def _schedule(
+    placed: dict[str, Any],
+    layers: list[Any],
+    family: Family,
+    communication: Communication | Transport,
+    table: dict[str, Any],
+    version: str,
+) -> Schedule:
+    """Return the schedule of one rewired layer, or of a mixer and the experts behind it;
+    its parts give this rank's part of their sums.
+    """
+    first, last = layers[placed["first"]], layers[placed["index"]]
+    attention, block = _attention(first, family), getattr(last, family.moe)
+    if family.one_branch and first is last:
+        attention, block = (attention, None) if placed["dense"] else (None, block)
+    parts: dict[str, Any] = {
+        **placed,
+        "layer": first,
+        "attention": attention,
+        "norms": (getattr(first, family.norms[0]), getattr(last, family.norms[1])),
+        "factor": getattr(first, family.factor) if family.factor else 1.0,
+        "block": block,
+        "shared": None,
+        "communication": communication,
+    }
+    before = table.get(layer_name(placed["first"] - 1))
+    if isinstance(communication, Transport):
+        return _exchanging(parts, getattr(before, "exchange", None), family, version)
+    schedule = (
+        NormedSchedule(**parts, before=before)
+        if family.normed_sums
+        else Schedule(**parts)
+    )
+    _give_partial_sums(schedule, family, version)
+    return schedule
+
+
+def _taken(attention: Any, family: Family) -> tuple[str, ...]:
+    """Return the arguments of a layer that its attention takes by name; none if that is
+    an MLP, or missing.
+    """
+    if attention is None:
+        return ()
+    names = set(inspect.signature(attention.forward).parameters)
+    return tuple(sorted(names & {*family.arguments, _OUTPUT}))
 
 
 _OUTPUT = "output"
@@ -151,9 +183,12 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     """
     where = f"layer {schedule.index}"
     _check_layer(schedule, family)
-    _row(
-        _attention(schedule.layer, family), f"attention of {where}", version
-    ).reduce_results = False
+    if schedule.attention is not None:
+        _row(
+            schedule.attention, f"attention of {where}", version
+        ).reduce_results = False
+    if schedule.block is None:
+        return
     if schedule.dense:
         _row(schedule.block, f"MLP of {where}", version).reduce_results = False
         return
@@ -196,7 +231,8 @@ def _exchanging(
     schedule = ExchangeSchedule(**parts, before=before)
     _check_layer(schedule, family)
     if not schedule.dense:
-        runner: Any = _runner(schedule.block)
+        block = parts["block"]
+        runner: Any = _runner(block)
         for name in _RUNNER_NAMES:
             if not hasattr(runner, name):
                 raise missing(version, f"MoERunner.{name}")
@@ -208,13 +244,14 @@ def _exchanging(
             )
         _take_shared(schedule, runner, family)
         schedule.exchange = Exchange(
-            schedule.block,
+            block,
             runner,
             schedule.index,
             parts["communication"],
             schedule.factor,
         )
-    call_before_kernel(_attention(schedule.layer, family), schedule.between)
+    if schedule.attention is not None:
+        call_before_kernel(schedule.attention, schedule.between)
     return schedule
 
 
@@ -280,10 +317,12 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
             f"{where}: its shared expert is replicated on every rank; use a"
             " tensor-parallel size that divides its width"
         )
-    if getattr(runner, "routed_output_transform", None) is not None:
+    transform = getattr(runner, "routed_output_transform", None)
+    if transform is not None and not getattr(transform, "reduce_commutative", False):
         raise Refused(
-            f"{where}: its routed output is transformed after the sum over ranks, so"
-            " that sum cannot be delayed; serve the original model"
+            f"{where}: its routed output is transformed after the sum over ranks"
+            " (with a bias, or quantised), so that sum cannot be delayed; serve the"
+            " original model"
         )
 
 
@@ -293,9 +332,13 @@ def _parted(hidden: Any) -> tuple[Any, Any]:
     return hidden if isinstance(hidden, tuple) else (hidden, None)
 
 
+def _hand_on(hidden_states: Any, residual: Any, **_: Any) -> Any:
+    """Do nothing in a layer that was computed with the mixer before it."""
+    return hidden_states, residual
+
+
 def _forward(
     schedule: Schedule,
-    attention: Any,
     family: Family,
     takes: tuple[str, ...],
     *args: Any,
@@ -331,7 +374,12 @@ def _forward(
     arguments["hidden_states"] = read
     if _OUTPUT in takes:
         arguments[_OUTPUT] = torch.empty_like(read)
-    out = attention(**{name: arguments[name] for name in takes})
+    if schedule.attention is None:
+        out = read
+    elif not takes:  # a mixer that is an MLP
+        out = schedule.attention(read)
+    else:
+        out = schedule.attention(**{name: arguments[name] for name in takes})
     out = schedule.scaled(arguments[_OUTPUT] if _OUTPUT in takes else out)
     op = getattr(torch.ops.fcsd, schedule.operator)
     outputs = op(out, base, routed, schedule.name)

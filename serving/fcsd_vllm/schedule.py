@@ -13,12 +13,18 @@ layer has two collectives. The other cases of `fcsd.Connectivity`:
   stream after attention. If attention of k+1 reads the stream without routed_k,
   shared_k needs a third collective, beside the routed experts.
 - `attention: full`, and the last layer of a run: A_k and R_k end with the layer.
+- Where each layer is one branch, a mixer and the MoE layer behind it are one layer here:
+  A_k sums mixer and shared experts, and the next mixer hides R_k. A mixer alone has one
+  collective, which ends with it. Experts alone have R_k, and a collective of shared_k if
+  R_k is in flight when they end; behind other experts they read the stream without their
+  output, whose collective they hide.
 
 The stream o_k passes between layers as the sum of vLLM's pair (hidden_states,
 residual): hidden_states is routed_k, residual the rest. In flight, residual is (stream,
 A_k): after both waits o_k = routed_k + stream + A_k.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,22 +33,30 @@ from torch import nn
 
 from fcsd_vllm.communication import Communication
 from fcsd_vllm.field import Field
+from fcsd_vllm.refusals import Refused
 
 
 @dataclass(eq=False)
 class Schedule:
     """One rewired layer: its parts, and the sums in flight when it begins and ends."""
 
+    first: int
+    """The layer of its attention; another one only where each layer is one branch."""
     index: int
+    """The layer of its block, or of its attention if that is alone."""
     name: str
     """Under which the custom ops find it."""
     layer: Any
+    """The module of the first."""
+    attention: Any
+    """None for experts alone."""
     norms: tuple[nn.Module, nn.Module]
     """Before attention; before the MoE block or the dense MLP."""
     factor: float
     """On the output of each branch."""
-    block: nn.Module
-    """MoE block, which gives the routed output alone; or the dense MLP."""
+    block: nn.Module | None
+    """MoE block, which gives the routed output alone; or the dense MLP. None for a mixer
+    alone."""
     shared: nn.Module | None
     """Shared experts with their gate, taken out of the block."""
     dense: bool
@@ -88,7 +102,7 @@ class Schedule:
         if flight is None:
             base = stream.clone()
         else:
-            base = stream + self._wait(flight, self.incoming, self.index - 1)
+            base = stream + self._wait(flight, self.incoming, self.first - 1)
         return base, self.norms[0](base)
 
     def scaled(self, output: torch.Tensor) -> torch.Tensor:
@@ -101,7 +115,8 @@ class Schedule:
         """Compute the rest of the layer from its attention output.
 
         Args:
-            attention: this rank's output, scaled and not summed.
+            attention: this rank's output, scaled and not summed; experts alone do not
+                use it.
             base: the stream that attention read.
             routed: the previous layer's routed output, which attention did not read.
 
@@ -109,6 +124,8 @@ class Schedule:
             stream, routed output, and A_k in flight (or the shared output with `mlp:
             full`).
         """
+        if self.attention is None:
+            return self._experts_alone(base, routed)
         early = None
         if not self.outdated or not (self.dense or self.shared is not None):
             early = self._start(attention, "attention")
@@ -117,7 +134,9 @@ class Schedule:
         elif self.begins_stage:
             stream = base + routed
         else:
-            stream = base + self._wait(routed, "routed", self.index - 1)
+            stream = base + self._wait(routed, "routed", self.first - 1)
+        if self.block is None:
+            return stream, self._wait(early, "attention")
         if not self.outdated:
             stream = stream + self._wait(early, "attention")
         read = self.norms[1](stream)
@@ -127,10 +146,18 @@ class Schedule:
             return self._outdated(attention, early, stream, read)
         return self._full(stream, read)
 
+    def _experts_alone(
+        self, base: torch.Tensor, routed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        _, *outputs = self._full(base, self.norms[1](base))
+        if routed is None:
+            return base.clone(), *outputs
+        return base + self._wait(routed, "routed", self.first - 1), *outputs
+
     def _dense(
         self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        out = self.scaled(self.block(read))
+        out = self._branch(read)
         out = self._wait(
             self._start(attention + out if self.outdated else out, "mlp"), "mlp"
         )
@@ -152,7 +179,7 @@ class Schedule:
                 attention + self.scaled(self.shared(read)), "attention"
             )
         assert flight is not None
-        routed = self._start(self.scaled(self.block(read)), "routed")
+        routed = self._start(self._branch(read), "routed")
         if self.carries:
             return stream, routed, flight
         stream = stream + self._wait(flight, "attention")
@@ -163,15 +190,19 @@ class Schedule:
     ) -> tuple[torch.Tensor, ...]:
         if self.carries:
             if self.shared is None:
-                return stream, self._start(self.scaled(self.block(read)), "routed")
+                return stream, self._start(self._branch(read), "routed")
             flight = self._start(self.scaled(self.shared(read)), "shared")
-            return stream, self._start(self.scaled(self.block(read)), "routed"), flight
+            return stream, self._start(self._branch(read), "routed"), flight
         # First, because experts may write into their input.
         shared = None if self.shared is None else self.scaled(self.shared(read))
-        out = self.scaled(self.block(read))
+        out = self._branch(read)
         if shared is not None:
             out = out + shared
         return stream, self._wait(self._start(out, "routed"), "routed")
+
+    def _branch(self, read: torch.Tensor) -> torch.Tensor:
+        assert self.block is not None
+        return self.scaled(self.block(read))
 
     def _start(self, x: torch.Tensor, what: str) -> torch.Tensor:
         return self.communication.start(x, f"{what}.{self.index}")
@@ -202,6 +233,7 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
     """
     begins_stage = k > 0 and not here[k - 1]
     return {
+        "first": k,
         "index": k,
         "name": layer_name(k),
         "dense": not is_moe[k],
@@ -214,6 +246,52 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
         "begins_stage": begins_stage,
         "ends_stage": k + 1 < len(here) and not here[k + 1],
     }
+
+
+def branches(
+    field: Field, here: list[bool], is_moe: list[bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield what `place` returns of a model in which each layer is one branch: of each
+    selected mixer with the selected experts behind it, and of those that are alone.
+
+    Raises:
+        Refused: a selected layer is in another pipeline stage.
+    """
+    for k in field.layers:
+        if not here[k]:
+            raise Refused(
+                f"layer {k}: between pipeline stages, a mixer cannot be computed with"
+                " the experts behind it; use --pipeline-parallel-size 1"
+            )
+        before, behind = k - 1 in field.layers, k + 1 in field.layers
+        if not is_moe[k] and behind and is_moe[k + 1]:
+            continue  # with its experts
+        first = k - 1 if is_moe[k] and before and not is_moe[k - 1] else k
+        yield {
+            "first": first,
+            "index": k,
+            "name": layer_name(k),
+            "dense": not is_moe[k],
+            "outdated": first < k and k in field.outdated,
+            "incoming": _flight(
+                first - 1 in field.outdated
+                and first - 2 in field.layers
+                and not is_moe[first - 2]
+            ),
+            "receives": _is_partial(field, first, is_moe),
+            "carries": _is_partial(field, k + 1, is_moe),
+            "begins_stage": False,
+            "ends_stage": False,
+        }
+
+
+def _is_partial(field: Field, k: int, is_moe: list[bool]) -> bool:
+    """Return whether layer k is selected and reads the stream without the routed output
+    of a selected layer before it.
+    """
+    if k not in field.layers or k - 1 not in field.layers or not is_moe[k - 1]:
+        return False
+    return k in field.outdated if is_moe[k] else field.partial
 
 
 def _flight(outdated: bool) -> str:

@@ -78,6 +78,8 @@ NEEDED = (
     (_RUNNER, "MoERunner._select_forward"),
     (_RUNNER, "MoERunner._forward_impl"),
     (_RUNNER, "MoERunner._maybe_apply_routed_scale_to_output"),
+    (_RUNNER, "MoERunner._maybe_reduce_routed_output_before_transform"),
+    (_RUNNER, "MoERunner.apply_routed_output_transform"),
     (_RUNNER, "MoERunner._maybe_reduce_final_output"),
     ("vllm.config", "VllmConfig.try_verify_and_update_config"),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.all_reduce"),

@@ -19,7 +19,7 @@ MANY = (
 """Families of which every connectivity is always made, and all, half and gap are run."""
 FEW = (
     "ernie4_5_moe", "minimax_m2", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4_text", "gemma4",
-    "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_moe", "mimo_v2_flash",
+    "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_moe", "mimo_v2_flash", "nemotron_h",
 )  # fmt: skip
 """Families of which one rank runs all layers; the rest needs FCSD_SERVING_BREADTH=1."""
 ONLY_IN_SGLANG = ("hunyuan_v1_moe",)

@@ -189,6 +189,7 @@ class Stack(nn.Module):
             schedule = Schedule(
                 **place(self.field, k, everywhere, everywhere),
                 layer=None,
+                attention=self.attention[k],
                 norms=(self.norms[2 * k], self.norms[2 * k + 1]),
                 factor=1.0,
                 block=self.experts[k],

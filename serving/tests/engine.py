@@ -14,6 +14,7 @@ from typing import Any
 import delta_rule
 import numpy as np
 import torch
+import ungated_experts
 from launch import ENVIRONMENT
 
 os.environ.update(
@@ -86,13 +87,17 @@ def start_engine(folder: Path, **options: Any) -> Any:
         options.setdefault("limit_mm_per_prompt", {"image": 0})
     if folder.name.startswith("gemma4-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
-    if folder.name.startswith(("granitemoehybrid", "qwen3_next", "qwen3_5")):
+    if folder.name.startswith(
+        ("granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5")
+    ):
         # the states of Mamba layers and linear attention make blocks too large
         options.setdefault("enable_prefix_caching", False)
     if folder.name.startswith("qwen3_5_moe-"):
         options.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
     if folder.name.startswith(("qwen3_next", "qwen3_5")):
         delta_rule.stand_in()
+    if folder.name.startswith("nemotron_h"):
+        ungated_experts.stand_in()
     return LLM(
         str(folder),
         **{
@@ -252,16 +257,16 @@ def record(llm: Any) -> Recorder:
     for schedule in schedules:
         schedule.communication = recorder
     for k, layer in enumerate(layers_of(llm)):
-        if (attention := attention_of(layer)) is None:
-            continue
-        recorder.watch(attention, f"attention {k}")
-        schedule = next((each for each in schedules if each.index == k), None)
-        if schedule is not None:
+        if (attention := attention_of(layer)) is not None:
+            recorder.watch(attention, f"attention {k}")
+    for schedule in schedules:
+        k = schedule.index
+        if schedule.block is not None:
             schedule.block.register_forward_pre_hook(
                 recorder.note(f"{'mlp' if schedule.dense else 'experts'} {k}")
             )
-            if schedule.shared is not None:
-                schedule.shared.register_forward_pre_hook(recorder.note(f"shared {k}"))
+        if schedule.shared is not None:
+            schedule.shared.register_forward_pre_hook(recorder.note(f"shared {k}"))
     group = get_tp_group()
     stock = group.all_reduce
 
@@ -337,7 +342,9 @@ def record_exchange(llm: Any) -> Recorder:
 
     recorder = Recorder(None)
     for k, layer in enumerate(layers_of(llm)):
-        attention_of(layer).register_forward_pre_hook(recorder.note(f"attention {k}"))
+        if (attention := attention_of(layer)) is None:
+            continue
+        attention.register_forward_pre_hook(recorder.note(f"attention {k}"))
         if (place := kernel_of(layer)) is None:
             continue
         owner, name = place
@@ -349,6 +356,8 @@ def record_exchange(llm: Any) -> Recorder:
             setattr(owner, name, watched)
     for schedule in schedules_of(llm):
         k = schedule.index
+        if schedule.block is None:
+            continue
         if schedule.dense:
             schedule.block.register_forward_pre_hook(recorder.note(f"mlp {k}"))
             continue
@@ -381,9 +390,11 @@ def layers_of(llm: Any) -> list[Any]:
 
 
 def attention_of(layer: Any) -> Any:
-    """Return the attention module of a decoder layer."""
-    names = ("self_attn", "linear_attn", "attn", "short_conv", "mamba")
-    return next(
+    """Return the attention module of a decoder layer, or another mixer; None for a layer
+    of experts alone.
+    """
+    names = ("self_attn", "linear_attn", "attn", "short_conv", "mamba", "mixer")
+    mixer = next(
         (
             getattr(layer, name)
             for name in names
@@ -391,3 +402,4 @@ def attention_of(layer: Any) -> Any:
         ),
         None,
     )
+    return None if hasattr(mixer, "experts") else mixer

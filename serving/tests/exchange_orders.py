@@ -75,9 +75,18 @@ attention 3 | wait combine.2 | start dispatch.3 | kernel 3 | wait dispatch.3 | e
 wait combine.3
 """
 
+# As in `orders.BRANCHES`; mixers 0, 5 and 6 have no kernel to split at.
+BRANCHES = """
+start dispatch.1 | attention 0 | wait dispatch.1 | experts 1 | start combine.1 | shared 1
+attention 2 | wait combine.1 | start dispatch.3 | kernel 2 | wait dispatch.3 | experts 3 | start combine.3 | shared 3
+start dispatch.4 | shared 4 | wait dispatch.4 | experts 4 | start combine.4 | wait combine.3
+attention 5 | wait combine.4
+start dispatch.7 | attention 6 | wait dispatch.7 | experts 7 | start combine.7 | shared 7 | wait combine.7
+"""
+
 OF_CASE = {
     "qwen3_moe-all": PLAIN, "gpt_oss-all": PLAIN, "qwen2_moe-all": SHARED, "qwen2_moe-half": HALF,
     "qwen2_moe-gap": GAP, "qwen2_moe-attention_full": ATTENTION_FULL, "qwen2_moe-mlp_full": MLP_FULL,
     "deepseek_v3-all": DENSE_FIRST, "glm4_moe-all": DENSE_FIRST,
-    "qwen3_next-all": LINEAR,
+    "qwen3_next-all": LINEAR, "nemotron_h-all": BRANCHES,
 }  # fmt: skip

@@ -148,6 +148,21 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_chunk_size": 16,
     },
+    # mixers before experts, experts behind experts, mixers alone
+    "nemotron_h": {
+        **_HEADS,
+        **_EXPERTS,
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "moe"),
+            *("moe", "linear_attention", "mlp", "moe"),
+        ],
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_latent_size": 96,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+    },
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
     # the engine's head is always the embedding
@@ -267,10 +282,10 @@ def _add_published_names(file: Path) -> None:
     file.write_text(json.dumps(config | published))
 
 
-def make_latent(folder: Path, place: Path) -> None:
-    """Convert a model with the latent cache of Instella-MoE's real size, 512 + 32."""
+def make_sized(folder: Path, place: Path, family: str, **sizes: Any) -> None:
+    """Convert a model of other sizes than the family's here."""
     original = folder / f"{place.name}-original"
-    make_original(original, "instella_moe", qk_rope_head_dim=32)
+    make_original(original, family, **sizes)
     convert_checkpoint(original, place)
     np.savez(
         place / "reference.npz", **outputs_of(load_model(place, dtype=torch.float32))
@@ -434,7 +449,14 @@ BASE = "qwen2_moe-all"
 VARIANTS = {
     "qwen2_moe-adapter": make_adapter,
     "qwen2_moe-int8": make_int8,
-    "instella_moe-latent": make_latent,
+    # the latent cache of the real model's size, 512 + 32
+    "instella_moe-latent": functools.partial(
+        make_sized, family="instella_moe", qk_rope_head_dim=32
+    ),
+    # experts of the whole width, as in Nemotron 3 Nano
+    "nemotron_h-plain": functools.partial(
+        make_sized, family="nemotron_h", moe_latent_size=None
+    ),
     **{f"{family}-mtp": make_mtp for family in MTP},
     **{f"{family}-mtp_trained": make_trained_mtp for family in MTP},
 }

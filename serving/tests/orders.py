@@ -55,6 +55,17 @@ wait attention.2 | attention 3 | wait routed.2 | shared 3 | start attention.3 | 
 wait attention.3 | wait routed.3
 """
 
+# Mixers 0, 2 and 6 with the experts behind them, experts 4 and mixer 5 alone: experts 4 read the stream without those
+# of 3; mixer 5 does so without theirs, and 6 reads mixer 5's sum.
+BRANCHES = """
+attention 0 | shared 1 | start attention.1 | experts 1 | start routed.1
+wait attention.1 | attention 2 | wait routed.1 | shared 3 | start attention.3 | experts 3 | start routed.3
+wait attention.3 | shared 4 | start shared.4 | experts 4 | start routed.4 | wait routed.3
+wait shared.4 | attention 5 | start attention.5 | wait routed.4 | wait attention.5
+attention 6 | shared 7 | start attention.7 | experts 7 | start routed.7
+wait attention.7 | wait routed.7
+"""
+
 # A sum ends where a norm follows it: dense MLP and experts are one, attention's hides behind both.
 NORMED = """
 attention 0 | start attention.0 | shared 0 | experts 0 | start routed.0 | wait attention.0
@@ -102,7 +113,7 @@ OF_FAMILY = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "instella_moe"), DENSE_FIRST),
     "hunyuan_v1_moe": SHARED, "mimo_v2_flash": DENSE_FIRST_PLAIN,
     "ernie4_5_moe": DENSE_FIRST, "gemma4_text": NORMED, "gemma4": NORMED, "lfm2_moe": DENSE_FIRST_PLAIN,
-    "minimax_m2": NORMED_QUERIES,
+    "minimax_m2": NORMED_QUERIES, "nemotron_h": BRANCHES,
 }  # fmt: skip
 """Family -> order with all layers selected; the first layer of some families is dense."""
 

@@ -305,7 +305,10 @@ class Summing:
         ({"moe_config": SimpleNamespace(is_sequence_parallel=True)}, {}, "use --tensor-parallel-size 1 or --data"),
         ({}, {"is_fused_shared_expert_enabled": True}, "set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"),
         ({}, {"replicate_shared_expert": True}, "use a tensor-parallel size that divides its width"),
-        ({"routed_output_transform": 1}, {}, "serve the original model"),
+        (
+            {"routed_output_transform": SimpleNamespace(reduce_commutative=False)}, {},
+            "with a bias, or quantised.*serve the original model",
+        ),
         ({"_quant_method": SimpleNamespace(moe_kernel=Summing())}, {}, "Summing sums .* choose another MoE backend"),
     ],
 )  # fmt: skip
@@ -334,7 +337,8 @@ def test_experts_whose_sum_cannot_be_taken_apart_are_refused_with_what_to_do(
     schedule: Any = SimpleNamespace(
         index=3,
         dense=False,
-        layer=SimpleNamespace(self_attn=1),
+        layer=SimpleNamespace(),
+        attention=SimpleNamespace(),
         block=SimpleNamespace(**block),
     )
     with pytest.raises(Refused, match=f"layer 3: .*{words}"):
@@ -362,6 +366,17 @@ def test_a_stage_whose_loop_passes_one_tensor_is_refused_with_what_to_do(
     rewire._check_layer(schedule, FAMILIES["granitemoe"])
 
 
+def test_a_mixer_in_another_stage_than_the_experts_behind_it_is_refused() -> None:
+    from fcsd_vllm.field import read_field
+    from fcsd_vllm.schedule import branches
+
+    field, is_moe = read_field(FIELD), [False, True] * 2
+    with pytest.raises(Refused, match=r"layer 3: .* use --pipeline-parallel-size 1"):
+        list(branches(field, [True, True, True, False], is_moe))
+    placed = list(branches(field, [True] * 4, is_moe))
+    assert [(each["first"], each["index"]) for each in placed] == [(0, 1), (2, 3)]
+
+
 def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() -> None:
     from fcsd_vllm.exchange import Exchange
     from fcsd_vllm.settings import Settings
@@ -376,7 +391,9 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
             }
         )  # fmt: skip
         runner = SimpleNamespace(
-            routed_scaling_factor=1.0, _quant_method=SimpleNamespace(moe_kernel=made)
+            routed_scaling_factor=1.0,
+            routed_output_transform=None,
+            _quant_method=SimpleNamespace(moe_kernel=made),
         )
         exchange: Any = Exchange(
             block, runner, 3, SimpleNamespace(settings=Settings(comm=comm)), 1.0

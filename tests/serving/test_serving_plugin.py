@@ -54,11 +54,8 @@ def test_a_row_has_what_its_family_adds_to_the_plain_layer(plugin: Any) -> None:
     """No family is served whose layer has more than a row and the schedules express."""
     for name, row in plugin.families.FAMILIES.items():
         family = FAMILIES[name]
-        assert (family.layout, family.stream_edit, family.side_output) == (
-            "pre_norm",
-            None,
-            None,
-        )
+        assert family.layout == ("blocks" if row.one_branch else "pre_norm")
+        assert (family.stream_edit, family.side_output) == (None, None)
         assert row.factor == (family.residual_multiplier or "")
         assert row.norms[0] == family.in_norm
         if row.normed_sums:
@@ -68,7 +65,7 @@ def test_a_row_has_what_its_family_adds_to_the_plain_layer(plugin: Any) -> None:
         else:
             assert family.additive
             assert family.residual == "sum"
-            assert row.norms[1] == family.mlp_norm
+            assert row.norms[1] == (family.mlp_norm or family.in_norm)
             assert row.shared == (family.layer_shared or "")
 
 

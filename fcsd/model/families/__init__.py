@@ -106,7 +106,8 @@ PREFIX = "farskip_"
 SERVED = (
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gemma4", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe",
     "granitemoehybrid", "granitemoeshared", "instella_moe", "lfm2_moe", "llama4", "llama4_text", "mimo_v2_flash",
-    "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "minimax_m2", "mixtral", "nemotron_h", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next",
 )  # fmt: skip
 """Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the
 distribution fcsd-serving).
