@@ -44,6 +44,7 @@ from prepare import source_arguments
 from fcsd.base.errors import one_line
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown, progress_bar
+from fcsd.base.weights import weights_fingerprint
 from fcsd.base.writing import write_json, write_text
 
 HERE = Path(__file__).parent
@@ -374,6 +375,7 @@ def measure(
     """Make a point's weights and write what they score. What is known is written at once:
     a later part may not be reached.
     """
+    note(state, point, "original", weights_fingerprint(state / point.original))
     if point.rewired == "none":
         model = state / point.original
     else:
@@ -389,6 +391,7 @@ def measure(
 def note(state: Path, point: Point, part: str, value: Any) -> None:
     """Add a part to a point's result, with the seconds since the part before it."""
     result = result_of(state, point)
+    result.pop("error", None)
     now = time.time()
     begin = result.get("written", now)
     result.setdefault("seconds", {})[part] = round(now - begin, 1)
@@ -681,6 +684,7 @@ def main() -> None:
     for name in ("logs", "results", "scores"):
         (state / name).mkdir(parents=True, exist_ok=True)
     prepare(state, options)
+    check_originals(every, state)
     run_all(chosen, state, options, end)
     write_front([each for each in every if is_finished(state, each)], state)
     finished = [each for each in chosen if is_finished(state, each)]
@@ -689,6 +693,20 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}; see `error` there, and {state}/logs")
     if len(finished) < len(chosen):
         sys.exit(75)
+
+
+def check_originals(every: list[Point], state: Path) -> None:
+    """Refuse results of other originals than those that are there now: a build does not
+    give the same weights everywhere, and changes are paired with the original's scores.
+    """
+    for point in every:
+        measured = result_of(state, point).get("original")
+        if measured and measured != weights_fingerprint(state / point.original):
+            sys.exit(
+                f"{result_file(state, point)} was measured with another build of"
+                f" {state / point.original}: choose another folder than {state}, or"
+                " remove `results`, `scores` and `run` there"
+            )
 
 
 def run_all(

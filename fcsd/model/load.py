@@ -39,7 +39,6 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.load import check_config, load_config, load_folder
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.dtypes import real_tensors
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
 
 if TYPE_CHECKING:
@@ -313,12 +312,7 @@ def refuse_not_finite(model: nn.Module, name: str | Path) -> None:
     name: of the model in the error.
     """
     counts: dict[str, tuple[int, int]] = {}
-    seen: set[int] = set()
-    for tensor_name, tensor in [*real_tensors(model)]:
-        # A tied tensor comes under several names.
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         parts = [part for part in _parts(tensor.detach()) if not _is_finite(part)]
         if not parts:
             continue

@@ -127,7 +127,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     results = calibrate_checkpoint(
         run.original,
         stage.folder / "partial",
-        recipe.connectivity.spec(),
+        recipe.connectivity.spec,
         solved,
         ridge=section.ridge,
         launch=run.launch,
@@ -205,7 +205,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     checkpoint = calibratable(run.original)
     if launch.first:
         assert checkpoint.family is not None
-        connectivity = recipe.connectivity.spec()
+        connectivity = recipe.connectivity.spec
         mask = moe_mask(run.original.load_config(), checkpoint.family)
         tell_first_layers(connectivity, mask, checkpoint.family, recipe.model_path)
     stage = calibrate(run, on_bad_row=None)

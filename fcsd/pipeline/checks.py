@@ -96,7 +96,7 @@ def check_run(run: Run) -> None:
             if not exists:
                 _check_layers(variant_run.recipe.connectivity, mask)
     if run.launch.first and _unfinished(layout.convert):
-        tell_first_layers(recipe.connectivity.spec(), mask, family, recipe.model_path)
+        tell_first_layers(recipe.connectivity.spec, mask, family, recipe.model_path)
     if any(_unfinished(layout.evaluate / name) for name in recipe.model_names):
         _check_evaluation(run)
 
@@ -187,7 +187,7 @@ def _check_student(run: Run) -> None:
     """Try the settings of a training on the student without its weights."""
     recipe, train = run.recipe, run.recipe.train
     _check_layers(recipe.connectivity, moe_mask(*_config_and_family(run.original)))
-    student = load_checkpoint(run.original, recipe.connectivity.spec(), weights=False)
+    student = load_checkpoint(run.original, recipe.connectivity.spec, weights=False)
     check_student(
         student,
         run.tokenizer,
@@ -218,7 +218,7 @@ def check_teacher(run: Run) -> None:
         check_teacher_folder(
             teacher,
             run.original,
-            recipe.connectivity.spec(),
+            recipe.connectivity.spec,
             name,
             same_weights=not recipe.starts_calibrated,
         )
@@ -278,7 +278,7 @@ def check_overlap(run: Run) -> None:
     reason = refusal(family, config)
     # Layers without experts have no exchanges.
     mask = moe_mask(config, family)
-    layers = resolve_layers(connectivity.spec().layers, mask)
+    layers = resolve_layers(connectivity.spec.layers, mask)
     if reason is None and not any(mask[k] for k in layers):
         reason = "connectivity.layers rewires no MoE layer"
     # A model that cannot overlap is an error only if overlap was requested.
@@ -297,7 +297,8 @@ def _overlapped_model(
     """Return configuration, family, name and connectivity of the model of a launch."""
     recipe = run.recipe
     # A model that is only pre-trained may not exist yet.
-    if recipe.pretrain is not None and recipe.only_pretrains:
+    if recipe.only_pretrains:
+        assert recipe.pretrain is not None
         config = model_config(recipe.pretrain.config)
         connectivity = recipe.pretrain.connectivity
         return config, family_of(config), "pretrain.config", connectivity
@@ -368,7 +369,7 @@ def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
 
 def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
     try:
-        resolve_layers(connectivity.spec().layers, mask)
+        resolve_layers(connectivity.spec.layers, mask)
     except UserError as error:
         raise UserError(f"connectivity.{error}") from None
 

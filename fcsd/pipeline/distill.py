@@ -101,7 +101,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
             # whole.
             discard_folder(folder)
             convert_checkpoint(
-                run.original.folder, folder, run.recipe.connectivity.spec()
+                run.original.folder, folder, run.recipe.connectivity.spec
             )
             return {"steps": 0}
         all_files(start.folder)  # refuses links to other users' files
@@ -241,7 +241,7 @@ def training_inputs(
     student = load_for_launch(
         start or run.original,
         run.launch,
-        recipe.connectivity.spec(),
+        recipe.connectivity.spec,
         bf16=recipe.train.bf16,
     )
     adapters = None

@@ -73,7 +73,7 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
         model = new_model(
             section.config | _token_ids(tokenizer, section.config),
-            section.connectivity.spec(),
+            section.connectivity.spec,
         )
     to_dtype(model, dtype_of(section.train.dtype))
     sections = Sections(

@@ -41,7 +41,7 @@ def convert(run: Run) -> Stage:
     if launch.first:
         # Of a run that was killed before the manifest: nothing tells whether it is whole.
         discard_folder(model)
-        convert_checkpoint(original.folder, model, recipe.connectivity.spec())
+        convert_checkpoint(original.folder, model, recipe.connectivity.spec)
     launch.wait()
     finish_stage(
         stage,
@@ -109,17 +109,18 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
         run.begin(pretraining(None))
         pretrain(copies)
     if recipe.only_pretrains:
+        finish = report
         for name in recipe.variants:
             run.begin(pretraining(name))
             pretrain(copies, name)
     else:
+        finish = publish
         _distill_all(run)
     evaluate_models(run)
     if run.studies_layers:
         run.begin(LAYERS)
         layers(run)
     run.begin(PUBLICATION)
-    finish = report if recipe.only_pretrains else publish
     launch.ranks.from_first(lambda: finish(run, as_json=as_json))
     if run.progress is not None:
         run.progress.end()

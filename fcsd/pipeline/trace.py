@@ -98,7 +98,7 @@ def trace(run: Run, folder: Path) -> dict[str, Traced]:
         # One model after the other: a device may not hold both.
         for name, connectivity in (
             ("regular", None),
-            ("farskip", training.connectivity.spec()),
+            ("farskip", training.connectivity.spec),
         ):
             path = folder / f"{name}.json"
             model = load_for_launch(

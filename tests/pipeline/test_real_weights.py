@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fcsd.cli.main import main
@@ -207,3 +208,15 @@ def test_the_front_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
         "./step.json", "./overlap-60.json", "./decode-step.json", "./decode-times/1-15us-24sms.json",
         "front/front.png", "front/results/shared-none.json", "front/scores/shared-none/results.json",
     } <= names  # fmt: skip
+
+    # Another build of the original: its scores are no pair of those that exist.
+    weights = next((state / "front" / "moe").resolve().glob("*.safetensors"))
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, weights, {"format": "pt"})
+    ended = subprocess.run(
+        command, env=environment | {"MINUTES": "60"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    told = ended.stdout + ended.stderr
+    assert "was measured with another build of" in told and "Traceback" not in told

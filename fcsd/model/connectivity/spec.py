@@ -4,6 +4,7 @@ of a recipe, and as the `farskip` field of a config; tell what a config says of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -196,8 +197,9 @@ class ConnectivityConfig(Strict):
             raise ValueError(str(error)) from None
         return self
 
+    @cached_property
     def spec(self) -> Connectivity:
-        """Return the connectivity that this section describes."""
+        """The connectivity that this section describes."""
         layers: Any = self.layers
         mlp: Any = self.mlp
         return Connectivity(layers, self.attention, mlp)

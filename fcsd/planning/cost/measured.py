@@ -254,7 +254,7 @@ def _server_times(times: Times, planned: Planned, slowdown: float) -> dict[str, 
         moe = planned.work.moe
         measured, layers = (
             resolve_layers(spec.layers, moe)
-            for spec in (times.connectivity.spec(), planned.connectivity)
+            for spec in (times.connectivity.spec, planned.connectivity)
         )
         if measured != layers:
             raise UserError(
@@ -282,7 +282,7 @@ def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
     """Return the MLP side's input; for a selection, its layers."""
     if times.connectivity.mlp in ("outdated", "full"):
         return str(times.connectivity.mlp)
-    return times.connectivity.spec().field(planned.work.moe)["mlp"]
+    return times.connectivity.spec.field(planned.work.moe)["mlp"]
 
 
 def _compared(times: Times, planned: Planned) -> dict[str, tuple[Any, Any]]:

@@ -369,7 +369,7 @@ def test_the_lines_of_a_recipe_mean_the_connectivity_that_was_planned(
         text = run(*words)
         section = yaml.safe_load(text[text.index("connectivity:") :])["connectivity"]
         assert section == chosen["connectivity"] and "layers" in section
-        spec = validate(ConnectivityConfig, section, "recipe").spec()
+        spec = validate(ConnectivityConfig, section, "recipe").spec
         assert section["layers"] == "none" or "mlp" in section
         mask = [False, True, True, True]
         assert spec.field(mask) == Connectivity(**section).field(mask)

@@ -249,7 +249,7 @@ def test_a_sum_of_costs_counts_attention_alone_once(
     text = plan_text(plan)
     assert f"\n{KINDS[kind][2]} 1,3\n" in text
     section = yaml.safe_load(text[text.index("connectivity:") :])["connectivity"]
-    spec = validate(ConnectivityConfig, section, "recipe").spec()
+    spec = validate(ConnectivityConfig, section, "recipe").spec
     field = spec.field([False, True, True, True])
     attention, mlp, _ = KINDS[kind]
     layers: Any = ([0, 1, 2, 3], [1, 3]) if mlp == "selected" else ([1, 3], mlp)

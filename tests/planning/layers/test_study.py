@@ -329,7 +329,7 @@ def test_the_mlp_side_is_studied_where_attention_is_partial_in_all_layers(
     assert f"--mlp {proposal['selection']}" in printed
     assert f"  mlp: {proposal['layers']}" in printed and "  layers: all" in printed
     config = ConnectivityConfig.model_validate(proposal["connectivity"])
-    assert config.spec().field([True] * 4)["mlp"] == proposal["layers"]
+    assert config.spec.field([True] * 4)["mlp"] == proposal["layers"]
     assert main([*budget[:2], "--max-loss", "100"]) == 0
     assert "--mlp" in capsys.readouterr().out
 
