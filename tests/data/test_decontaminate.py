@@ -2,7 +2,6 @@
 data is told apart.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, 
 from fcsd.evaluation.items import suite_items
 from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.data.test_data import write_jsonl
 from tests.support import Bench
 
 QUESTION = (
@@ -151,11 +151,6 @@ def test_all_texts_of_a_row_are_read_also_inside_lists_and_mappings() -> None:
     assert list(all_texts(row)) == ["one", "A", "two", "three"]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,12 +165,12 @@ def places(
     ]
     talk[7]["m"][1]["value"] = QUESTION.upper()
     sources = [
-        SourceConfig(path=write(tmp_path / "a.jsonl", plain), columns={"prompt": "p", "response": "r"}),
-        SourceConfig(path=write(tmp_path / "b.jsonl", talk), columns={"messages": "m"}),
+        SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", plain), columns={"prompt": "p", "response": "r"}),
+        SourceConfig(path=write_jsonl(tmp_path / "b.jsonl", talk), columns={"messages": "m"}),
     ]  # fmt: skip
     root = tmp_path / "root" / "owner" / "bench"
     root.mkdir(parents=True)
-    write(
+    write_jsonl(
         root / "test.jsonl",
         [{"id": 1, "question": "Too short?"}, {"id": 2, "question": QUESTION}],
     )

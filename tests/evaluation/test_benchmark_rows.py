@@ -344,35 +344,6 @@ def test_an_answer_that_is_none_of_the_choices_is_named() -> None:
         check_rows("arc_easy", columns_of("arc_easy", load_suite("paper11")), rows, "x")
 
 
-def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(
-    tmp_path: Path,
-) -> None:
-    row = task("paper11", "piqa")
-    suite = SuiteConfig(name="s", tasks=[row])
-    good = rows_of("baber/piqa", 3)
-
-    def load(rows: list[dict[str, Any]]) -> None:
-        write_repository(
-            tmp_path / row.dataset, {"default": {"train": good, "validation": rows}}
-        )
-        load_task(row, suite, tmp_path, tiny_tokenizer())
-
-    load(good)
-    with user_error(
-        r"task piqa: .*piqa \(validation\), row 1: label must be one of 0, 1,"
-        r" got -1"
-    ):
-        load([good[0], good[1] | {"label": -1}])
-    with user_error(r"task piqa: .*row 0: goal must be text, got None"):
-        load([{k: v for k, v in line.items() if k != "goal"} for line in good])
-    with user_error(
-        r"task piqa: .*no such folder; the data root must hold .*--fetch ROOT"
-    ):
-        load_task(row, suite, tmp_path / "baber", tiny_tokenizer())
-    with user_error(r"nowhere: no such folder \(data root\)"):
-        load_task(row, suite, tmp_path / "nowhere", tiny_tokenizer())
-
-
 def test_more_shots_than_rows_are_refused(tmp_path: Path) -> None:
     row = task("camoe9", "arc_challenge")
     rows = rows_of("allenai/ai2_arc", 24)

@@ -188,16 +188,16 @@ def compare(bench: Bench, one: str, two: str) -> None:
         torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "ep"])
 def test_two_ranks_train_what_one_process_trains(bench: Bench, engine: str) -> None:
     """With early stopping, whose work all ranks share: the best weights are kept in
     parts, and the final model is whole.
     """
     stopping = bench.choice if engine == "fsdp2" else bench.early_stopping
     changes = {"early_stopping": stopping | {"every_steps": 4, "min_delta": 0.5}}
-    assert launch(
-        f"cpu_2_{engine}", ["distill", str(bench.recipe("two", **changes))]
-    ) == [0]
+    command = ["distill", str(bench.recipe("two", **changes))]
+    command += EP if engine == "ep" else []
+    assert launch(f"cpu_2_{engine}", command) == [0]
     assert main(["distill", str(bench.recipe("one", **changes))]) == 0
     compare(bench, "one", "two")
     one, two = (
@@ -328,12 +328,14 @@ def test_a_spread_teacher_fills_a_cache_that_one_process_and_two_train_on_alike(
     compare(bench, "one", "two")
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "ep"])
 def test_adapters_on_spread_weights_are_refused_before_anything_is_loaded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fcsd.pipeline.distill.load_for_launch", None)
     command = ["distill", str(bench.recipe("r", lora={"r": 4}))]
-    ((first, one),), ((second, other),) = outcomes("cpu_2_fsdp2", command)
+    command += EP if engine == "ep" else []
+    ((first, one),), ((second, other),) = outcomes(f"cpu_2_{engine}", command)
     assert first == second == 2
     assert "lora: adapters on weights that are sharded over ranks" in one + other
 
@@ -802,18 +804,6 @@ def test_a_model_from_scratch_is_that_of_the_first_rank(bench: Bench) -> None:
 # ---- expert parallelism
 
 
-def test_expert_parallel_ranks_train_what_one_process_trains(bench: Bench) -> None:
-    changes = {"early_stopping": bench.early_stopping | {"every_steps": 4}}
-    assert launch(
-        "cpu_2_ep", ["distill", str(bench.recipe("two", **changes)), *EP]
-    ) == [0]
-    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
-    compare(bench, "one", "two")
-    assert files(bench.folder / "two" / "distill") == files(
-        bench.folder / "one" / "distill"
-    )
-
-
 @pytest.mark.breadth
 def test_an_expert_parallel_run_continues_under_other_engines_and_comes_from_them(
     bench: Bench,
@@ -867,15 +857,6 @@ def test_a_rank_holds_whole_experts_of_its_own(
             assert rows == [(start, held) for start in range(0, 4, held)]
         else:
             assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(rows)), name
-
-
-def test_what_expert_parallel_ranks_cannot_train_is_refused(bench: Bench) -> None:
-    recipe = bench.recipe(lora={"r": 4})
-    message = "lora: adapters on weights that are sharded over ranks"
-    [[(first, one)], [(second, other)]] = outcomes(
-        "cpu_2_ep", ["distill", str(recipe), *EP]
-    )
-    assert first == second == 2 and message in one + other, (one, other)
 
 
 def test_a_model_whose_experts_cannot_be_spread_is_refused(

@@ -19,6 +19,7 @@ from fcsd.model.connectivity.modeling import classes_of
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.quantised.tensors import missing_tensors, quantised_tensors
+from tests.model.connectivity.test_load import change_tensors
 from tests.reference.tiny import TINY, logits, tiny_config, tiny_model
 from tests.support import change_json, few, user_error
 
@@ -105,12 +106,6 @@ def quantised(plain: Path, tmp_path: Path) -> Callable[..., Path]:
 
 def edit_config(folder: Path, **changes: Any) -> None:
     change_json(folder / "config.json", changes)
-
-
-def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def assert_refused(folder: Path, sentence: str) -> None:
