@@ -3,6 +3,7 @@ what to do, and status 2.
 """
 
 import gzip
+import hashlib
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ import yaml
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.evaluation.stage import EvaluatedFolder
+from fcsd.evaluation.stage import FINISHED_TASKS, EvaluatedFolder
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
@@ -337,6 +338,46 @@ def test_what_does_not_fit_the_positions_is_refused_before_the_weights_are_loade
     monkeypatch.setattr(EvaluatedFolder, "load", None)
     said = error_of(words(model, root, PIQA, row), capsys)
     assert re.match(f"task {message}", said.replace(str(root), ""))
+
+
+def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
+    model: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of 1,000 letters cannot be scored, which shows only when HellaSwag
+    runs.
+    """
+
+    def endings(*texts: str) -> None:
+        rows = rows_of("Rowan/hellaswag", 3)
+        rows[0]["endings"] = [*texts, "waits.", "sings."]
+        splits = {"train": rows, "validation": rows}
+        write_repository(root / "Rowan/hellaswag", {"default": splits})
+
+    endings("y" * 1000, "eats.")
+    said = error_of(words(model, root, PIQA, HELLASWAG), capsys)
+    assert said.startswith("task hellaswag: an answer of 1")
+    assert "cannot be scored; the model has 200 positions" in said
+    assert said.endswith("(the finished task is kept; run again to continue)")
+    (kept,) = (root.parent / "out" / FINISHED_TASKS).iterdir()
+    assert kept.name.startswith("piqa-")
+    assert not (root.parent / "out/results.json").exists()
+    content = read_json(kept)
+    content["samples"][0]["score"] = 0.25
+    del content["sha256"]
+    content["sha256"] = hashlib.sha256(
+        json.dumps(content, sort_keys=True).encode()
+    ).hexdigest()
+    kept.write_text(json.dumps(content))
+    cache = {
+        "cache": root.parent / "out" / FINISHED_TASKS,
+        "output": root.parent / "other",
+    }
+    endings("flies.", "eats.")
+    assert main(words(model, root, PIQA, HELLASWAG, **cache)) == 0
+    # not run again
+    assert (
+        read_json(root.parent / "other/results.json")["tasks"]["piqa"]["value"] == 0.25
+    )
 
 
 @pytest.mark.parametrize("offline", few(["0", "1"], 1))

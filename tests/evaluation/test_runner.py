@@ -234,6 +234,24 @@ def test_thinking_is_switched_off_in_every_kind_of_task(
     assert recorded == hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
+def test_batch_size_and_order_of_tasks_do_not_change_the_scores(
+    model: Any, place: Path
+) -> None:
+    rows = [likelihood(), GENERATION, CODE]
+    one, one_samples = judge(model, place, *rows, batch_size=1)
+    many, many_samples = judge(model, place, *rows[::-1], batch_size=7)
+    assert {k: v["value"] for k, v in one["tasks"].items()} == {
+        k: v["value"] for k, v in many["tasks"].items()
+    }
+    for a, b in zip(one_samples["t_choice"], many_samples["t_choice"], strict=True):
+        assert a["loglikelihoods"] == pytest.approx(b["loglikelihoods"], abs=1e-4)
+    assert one_samples["t_code"] == many_samples["t_code"]
+    again, again_samples = judge(model, place, *rows, batch_size=1)
+    assert again_samples == one_samples
+    again.pop("wall_s"), one.pop("wall_s")
+    assert again == one
+
+
 def test_a_group_counts_every_item_of_its_members_once(model: Any, place: Path) -> None:
     made, samples = judge(model, place, likelihood("t_group", num_fewshot=1))
     assert made["tasks"]["t_group"]["num_items"] == 24
@@ -267,6 +285,15 @@ def test_a_result_is_complete_plain_json_and_survives_the_folder(
     assert read_result(tmp_path) == (made, samples)
     both = {"result": made, "samples": samples}
     assert compare(both, both)["mean"]["delta"] == 0
+
+
+def test_other_shots_give_prompts_that_cannot_be_compared(
+    model: Any, place: Path
+) -> None:
+    a, b = (judge(model, place, likelihood(num_fewshot=n)) for n in (0, 2))
+    b[0]["tasks"]["t_choice"]["num_fewshot"] = 0  # even when the record says the same
+    with user_error("the prompts differ in 12 of 12 items"):
+        compare(*({"result": result, "samples": samples} for result, samples in (a, b)))
 
 
 def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(

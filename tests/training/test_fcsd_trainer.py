@@ -460,6 +460,22 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.breadth
+def test_a_training_continues_to_the_weights_of_one_that_was_not_interrupted(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    whole = make("whole")
+    whole.train()
+    # the newest checkpoint is that of step 4
+    make("cut", callbacks=[StopAt(5)]).train()
+    rest = make("cut")
+    rest.train(resume_from_checkpoint=True)
+    assert same(weights(rest), weights(whole)) and curve(rest) == curve(whole)
+    done = make("cut")
+    done.train(resume_from_checkpoint=True)  # there is nothing left to do
+    assert same(weights(done), weights(whole)) and done.state.global_step == 6
+
+
 class Halving(TrainerCallback, ExportableState):
     """Halve the learning rate in every third step that this object has seen."""
 

@@ -133,6 +133,16 @@ def test_ranks_whose_launcher_sets_no_number_of_threads_share_the_cores_without_
     assert run_ranks(threads_of_a_rank, 2) == [(2, share)] * 2
 
 
+@pytest.mark.breadth
+def test_two_forked_ranks_train_what_one_trains(bench: Bench) -> None:
+    changes = {"early_stopping": bench.early_stopping | {"every_steps": 4}}
+    command = ["distill", str(bench.recipe("two", **changes))]
+    assert [status for status, _ in run_ranks(ranks, 2, command, "")] == [0, 0]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
+    compare(bench, "one", "two")
+    assert best_step(bench, "two") == 12
+
+
 def test_a_launch_that_lost_its_processes_is_refused(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

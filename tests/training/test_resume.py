@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ from tests.support import (
     assert_killed,
     command_words,
     few,
+    forked,
     in_a_fork,
     in_forked_ranks,
     make_bench,
+    status_of,
     trained_weights,
 )
 
@@ -78,6 +81,32 @@ def never_killed(
 @pytest.fixture
 def whole(never_killed: Bench) -> tuple[str, Any]:
     return weights(never_killed, "whole")
+
+
+@pytest.mark.parametrize(
+    "moment", few(["while a checkpoint is written", "after a checkpoint"], 1)
+)
+def test_a_run_killed_with_sigkill_ends_with_the_weights_of_one_that_was_not(
+    bench: Bench, whole: tuple[str, Any], tmp_path: Path, moment: str
+) -> None:
+    path = recipe(bench, "killed")
+    checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
+    awaited = (
+        "checkpoint-4" if moment == "after a checkpoint" else "checkpoint-being-written"
+    )
+    child, output = (
+        forked(lambda: main(["distill", str(path)]), tmp_path / "output"),
+        tmp_path / "output",
+    )
+    while not (checkpoints / awaited).exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), output.read_text()
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    assert status_of(child) == -signal.SIGKILL, output.read_text()
+    assert not (bench.folder / "killed" / "distill" / "model").exists()
+    assert main(["distill", str(path)]) == 0
+    assert files(bench.folder / "killed" / "distill") == FINISHED
+    assert weights(bench, "killed") == whole
 
 
 def die(*args: Any, **kwargs: Any) -> None:
@@ -278,6 +307,44 @@ def test_a_run_continues_at_its_row_and_reads_nothing_before_it(
     assert read == in_order[4 * 4 :]
     assert curve(bench, "killed") == curve(bench, "whole")
     assert trained_weights(bench, "whole") == trained_weights(bench, "killed")
+
+
+@pytest.mark.breadth
+def test_a_run_is_gone_on_with_by_another_number_of_ranks(
+    bench: Bench, tmp_path: Path
+) -> None:
+    assert main(["distill", str(bench.recipe("whole"))]) == 0
+    command = ["distill", str(bench.recipe("killed"))]
+    statuses = [
+        status for status, _ in on_two_ranks(command, tmp_path, -1, "_old_checkpoints")
+    ]
+    assert -signal.SIGKILL in statuses
+    assert (
+        bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4"
+    ).is_dir()
+    assert main(command) == 0
+    for one, other in zip(curve(bench, "whole"), curve(bench, "killed"), strict=True):
+        assert one["epoch"] == other["epoch"]
+        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3)
+
+
+def test_the_steps_before_a_checkpoint_are_not_trained_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "killed"))]
+    steps: list[int] = []
+    compute = trainer_module.DistillTrainer.compute_loss
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        if len(steps) == 13:  # two micro-batches per step: in the seventh step
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer_module.DistillTrainer, "compute_loss", counted)
+    assert main(command) == 130
+    assert main(command) == 0
+    assert steps[13:] == [step for step in range(4, 12) for _ in range(2)]
 
 
 def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(

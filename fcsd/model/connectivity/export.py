@@ -40,8 +40,8 @@ from fcsd.model.connectivity.load import (
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.rewire import check_field
-from fcsd.model.connectivity.selection import resolve_layers, selection_text
-from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.selection import selection_text
+from fcsd.model.connectivity.spec import Connectivity, outdated_layers
 from fcsd.model.families import PREFIX, Family, moe_mask, text_config
 
 # no path in it leads out of the folder
@@ -161,13 +161,12 @@ def tell_first_layers(
     same as a regular layer. model: the model argument for the suggested `fcsd layers`
     command.
     """
-    layers = resolve_layers(connectivity.layers, mask)
+    field = connectivity.field(mask)
+    layers = field["layers"]
     later_layers = [layer for layer in layers if layer]
     # With a regular MLP input, in a parallel layout or in one of blocks, layer 0 has
     # nothing before it that its inputs could miss: rewiring it changes nothing.
-    regular = 0 not in connectivity.outdated_layers(mask) or family.layout in (
-        *("parallel", "blocks"),
-    )
+    regular = 0 not in outdated_layers(field) or family.layout in ("parallel", "blocks")
     if regular or len(later_layers) in (0, len(layers)):
         return
     print(

@@ -161,10 +161,12 @@ TINY["inkling2_text"] = {
     **ROUTED_EXPERTS, "route_scale": 2.0, "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
     "swa_head_dim": 8, "sliding_window_size": 6, "d_rel": 4, "rel_extent": 8, "n_layers_per_attn_res_block": 3,
     "layer_types": ["hybrid_sliding", "hybrid"] * 2, "mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.5,
+    # Since transformers 5.24 the head has this many rows.
+    "unpadded_vocab_size": 99,
 }  # fmt: skip
 
 TINY["inkling2"] = {
-    "text_config": TINY["inkling2_text"],
+    "text_config": {**TINY["inkling2_text"], "unpadded_vocab_size": 106},
     "vision_config": {
         **TOWER, "spatial_merge_size": 2, "posemb_grid_size": 4, "projection_hidden_dim": 24, "text_hidden_size": 32,
     },

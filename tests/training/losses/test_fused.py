@@ -192,6 +192,29 @@ def close_student(kl_scale, dtype=torch.bfloat16):
     return h, w, th
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_gradients_are_exact_where_rounded_logits_lose_a_tenth(autocast):
+    h, w, th = close_student(0.1)
+    s, t = reference_logits(h, w), reference_logits(th, w)
+    exact = (s.softmax(-1) - t.softmax(-1)) @ w.double()
+    rounded = (
+        s.bfloat16().double().softmax(-1) - t.bfloat16().double().softmax(-1)
+    ) @ w.double()
+
+    h.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = fused_kl(h, w, th, w)
+    loss.backward()
+
+    def error(gradient):
+        return ((gradient.double() - exact).norm() / exact.norm()).item()
+
+    assert h.grad.dtype == torch.bfloat16
+    assert error(rounded) > 0.1
+    assert error(h.grad) < 4e-3  # the rounding of the returned bfloat16 gradient itself
+    torch.testing.assert_close(loss.double(), reference_kl(s, t), rtol=1e-4, atol=0)
+
+
 def test_float32_inputs_inside_autocast_are_not_rounded():
     h, w, th, tw, *_ = inputs(torch.float32)
     alone = fused_kl(h, w, th, tw)
