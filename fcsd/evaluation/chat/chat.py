@@ -276,8 +276,9 @@ def _turn(
         if not replies:
             for speaker in speakers:
                 speaker.messages.pop()
-    # None where the message was taken back.
-    for speaker, reply in zip(speakers, replies, strict=False):
+    if not replies:
+        return failures
+    for speaker, reply in zip(speakers, replies, strict=True):
         whose = f"{speaker.name}: " if len(speakers) > 1 else ""
         if reply.error is not None:
             speaker.messages.pop()

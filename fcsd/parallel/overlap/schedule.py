@@ -216,6 +216,15 @@ def served_beside(
     return computed
 
 
+def is_with_mixer(k: int, rewired: Sequence[bool], moe: Sequence[bool]) -> bool:
+    """Tell whether a server computes layer k, of experts, with the mixer before it as one
+    layer, where each layer is one branch: both are rewired.
+    """
+    if not 0 < k < len(rewired):
+        return False
+    return rewired[k - 1] and rewired[k] and moe[k] and not moe[k - 1]
+
+
 def served_branches(
     rewired: Sequence[bool],
     moe: Sequence[bool],
@@ -232,21 +241,21 @@ def served_branches(
     have an all-reduce of their own, beside the routed experts.
     """
     outdated = _outdated(rewired, mlp)
-    last = len(rewired) - 1
     computed: list[tuple[Computed, ...]] = []
     for k, is_rewired in enumerate(rewired):
-        before, behind = k > 0 and rewired[k - 1], k < last and rewired[k + 1]
         if not is_rewired or not moe[k]:
-            with_experts = is_rewired and behind and moe[k + 1]
-            computed.append(() if with_experts else ([],))
+            computed.append(() if is_with_mixer(k + 1, rewired, moe) else ([],))
             continue
-        follows = behind and (outdated[k + 1] if moe[k + 1] else attention == "partial")
+        follows = (
+            k + 1 < len(rewired)
+            and rewired[k + 1]
+            and (outdated[k + 1] if moe[k + 1] else attention == "partial")
+        )
         steps = (*_ATTENTION, MLP, SHARED, EXPERTS) if follows else ()
         following: Computed = [(k + 1, step.name) for step in steps]
         experts: Computed = [(k, EXPERTS.name)]
-        mixer = before and not moe[k - 1]
         alone = (experts,) if follows and shared[k] else ()
-        if not mixer:
+        if not is_with_mixer(k, rewired, moe):
             computed.append((*alone, following))
         elif outdated[k]:
             computed.append((experts, following))

@@ -22,6 +22,7 @@ from typing import Any
 from fcsd.parallel.overlap.schedule import (
     Computed,
     LayerFacts,
+    is_with_mixer,
     layer_facts,
     served_beside,
     served_branches,
@@ -435,12 +436,11 @@ def _together(
     layers = work.layers
     if not layers[0].one_branch:
         return [(k, k) for k in range(len(layers))], planned.facts()
-
-    def joins(k: int) -> bool:
-        chosen = 0 < k < len(layers) and rewired[k - 1] and rewired[k]
-        return chosen and work.moe[k] and not work.moe[k - 1]
-
-    together = [(k - joins(k), k) for k in range(len(layers)) if not joins(k + 1)]
+    together = [
+        (k - is_with_mixer(k, rewired, work.moe), k)
+        for k in range(len(layers))
+        if not is_with_mixer(k + 1, rewired, work.moe)
+    ]
     facts = layer_facts(
         [rewired[last] for _, last in together],
         [work.moe[last] for _, last in together],

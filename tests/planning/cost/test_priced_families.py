@@ -140,7 +140,7 @@ def test_a_wide_server_runs_a_mixer_with_the_experts_behind_it(tmp_path: Path) -
 def test_a_plan_says_that_fcsd_does_not_overlap_the_family_and_nothing_else_of_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for model_type in ("nemotron_h", "qwen3_next"):
+    for model_type in ("nemotron_h", "qwen3_next", "phimoe"):
         tiny_config(model_type).save_pretrained(tmp_path / model_type)
         words = ["plan", str(tmp_path / model_type), "--gpus-per-node", "2"]
         assert main(words) == 0
@@ -148,9 +148,10 @@ def test_a_plan_says_that_fcsd_does_not_overlap_the_family_and_nothing_else_of_i
         says = "NOT IN FCSD: its training does not overlap nemotron_h, because each of"
         assert (says in printed.out) == (model_type == "nemotron_h")
         assert "NOT SERVED" not in printed.out
+        says = "NOT SERVED: no engine runs phimoe with overlap"
         assert main([*words, "--phase", "decode", "--tp", "2"]) == 0
         served = capfd.readouterr().out
-        assert "NOT SERVED" not in served
+        assert (says in served) == ("NOT SERVED" in served) == (model_type == "phimoe")
         assert "NOT IN FCSD" not in served
         # transformers' advice on kernels is for those who run the model
         assert not printed.err
