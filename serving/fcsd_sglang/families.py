@@ -39,6 +39,9 @@ class Row:
     attention: tuple[str, ...] = ("self_attn",)
     """Attributes of a layer that compute its attention, modules or methods, alone or
     as the first of a tuple; each layer of a hybrid model has one of them."""
+    rows_of_heads: bool = False
+    """Whether a layer gives its attention queries with a row for each head, where SGLang
+    0.5.23 expects one for each token and fails."""
     routed: str = "forward_normal"
     """Method of a MoE block that gives the routed output once shared experts are taken
     out; of a tuple the last."""
@@ -110,6 +113,7 @@ ROWS: dict[str, Row] = {
         "hunyuan",
         loop="pair",
         gives_more=True,
+        rows_of_heads=True,
         routed="forward",
         shared="shared_mlp",
         ranks="tp_size",

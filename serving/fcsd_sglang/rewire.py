@@ -18,6 +18,7 @@ from sglang.srt.layers.layer_boundary import PLAIN_ADD
 from sglang.srt.layers.layer_boundary.adapters.attention import get_attn_tp_context
 from sglang.srt.layers.layer_boundary.residual.batch import stream_of
 from sglang.srt.layers.linear import RowParallelLinear
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import cpu_has_amx_support, is_cpu
 from torch import nn
@@ -78,7 +79,26 @@ def rewire(
         _take_apart(schedule, str(mixers[k]), family, row)
         layer.farskip_schedule = schedule
         layer.forward = _make_forward(schedule, str(mixers[k]), row)
+    if row.rows_of_heads:
+        _give_rows_of_tokens(stack)
     return rewired
+
+
+def _give_rows_of_tokens(stack: nn.Module) -> None:
+    """Make the queries that attention gets have a row for each token, not for each head.
+
+    SGLang takes more rows than tokens for padding, and cuts them off
+    (`padded_extend_real_tokens`).
+    """
+
+    def reshape(attention: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        queries, *rest = given
+        width = attention.tp_q_head_num * attention.qk_head_dim
+        return queries.reshape(-1, width), *rest
+
+    for module in stack.modules():
+        if isinstance(module, RadixAttention):
+            module.register_forward_pre_hook(reshape)
 
 
 def _take_apart(schedule: Schedule, mixer: str, family: Family, row: Row) -> None:

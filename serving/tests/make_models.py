@@ -250,6 +250,10 @@ def make_original(place: Path, family: str, **sizes: Any) -> None:
         for name in ("image_token_id", "video_token_id", "audio_token_id"):
             if (token := getattr(model.config, name, None)) is not None:
                 head[token] = 0
+        # SGLang keeps those of gpt_oss in bfloat16
+        for name, parameter in model.named_parameters():
+            if name.endswith(".sinks"):
+                parameter.copy_(parameter.bfloat16())
     model.save_pretrained(place)
     if family == "mimo_v2_flash":
         _add_published_names(place / "config.json")

@@ -149,6 +149,7 @@ def test_two_ranks_compute_the_same_and_sum_in_the_same_order(
 
 ENGINE = """
 import json, os, sys
+import cpu_kernels
 import numpy as np
 
 if __name__ == "__main__":
@@ -156,10 +157,9 @@ if __name__ == "__main__":
 
     folder, options = sys.argv[1], json.loads(sys.argv[2])
     engine = sglang.Engine(
-        model_path=folder, device="cpu", dtype="float32", attention_backend="torch_native",
-        sampling_backend="pytorch", grammar_backend="none", disable_radix_cache=True,
-        disable_overlap_schedule=True, mem_fraction_static=0.1, max_total_tokens=4096, context_length=512,
-        skip_server_warmup=True, log_level="info", **options,
+        model_path=folder, device="cpu", dtype="float32", sampling_backend="pytorch", grammar_backend="none", disable_radix_cache=True,
+        disable_overlap_schedule=True, mem_fraction_static=0.1, max_total_tokens=8192, context_length=512,
+        skip_server_warmup=True, log_level="info", **{"attention_backend": "torch_native", **options},
     )
     reference = np.load(folder + "/reference.npz")
     outputs = engine.generate(
@@ -204,6 +204,10 @@ def run_engine(
         ("ernie4_5_moe-all", {}),
         ("granitemoe-all", {}),
         ("granitemoeshared-all", {}),
+        ("hunyuan_v1_moe-all", {}),
+        ("hunyuan_v1_moe-half", {}),
+        ("mimo_v2_flash-all", {}),
+        ("gpt_oss-all", {"attention_backend": "triton"}),
     ],
 )
 def test_the_engine_generates_what_load_model_generates(
