@@ -108,6 +108,7 @@ ROWS: dict[str, Row] = {
         gives_more=True,
         attention=("self_attn", "conv"),
         routed="forward",
+        config="lfm2_moe",
     ),
     "hunyuan_v1_moe": Row(
         "hunyuan",

@@ -1,7 +1,8 @@
 """Gated delta rule (linear attention of Qwen3-Next and Qwen3.5) in float32, by its equations.
 
 vLLM's kernel for CPUs takes bfloat16 alone; here it is stood in for, so that tokens can be
-compared. Projections, states and their slots, norms and sums stay vLLM's.
+compared. Projections, states and their slots, norms and sums stay vLLM's. `cpu_kernels` has
+the same for SGLang.
 """
 
 from typing import Any
@@ -46,16 +47,16 @@ def _core(
         own = slice(starts[k], starts[k + 1])
         if is_new[k]:
             channels[slots[k]], states[slots[k]] = 0, 0
-        mixed = _convolve(mixed_qkv[own].T, channels[slots[k]], layer.conv1d.weight)
+        mixed = convolve(mixed_qkv[own].T, channels[slots[k]], layer.conv1d.weight)
+        mixed = torch.nn.functional.silu(mixed)
         core_attn_out[own] = _attend(layer, mixed.T, b[own], a[own], states[slots[k]])
 
 
-def _convolve(x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> Any:
+def convolve(x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> Any:
     """Convolve channels with those of the tokens before, and keep the last of them."""
     whole = torch.cat([kept, x], -1)
     kept.copy_(whole[:, -kept.shape[-1] :])
-    out = torch.nn.functional.conv1d(whole[None], weight, groups=len(x))
-    return torch.nn.functional.silu(out[0])
+    return torch.nn.functional.conv1d(whole[None], weight, groups=len(x))[0]
 
 
 def _attend(
@@ -65,16 +66,30 @@ def _attend(
     keys) up to date.
     """
     query, key, value = (part[0] for part in layer.rearrange_mixed_qkv(mixed))
+    decay = (-layer.A_log.exp() * softplus(a + layer.dt_bias)).exp()
+    return recur(query, key, value, decay, b.sigmoid(), state)
+
+
+def recur(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return the outputs (tokens, heads, values) of one request, and bring its state
+    (heads, values, keys) up to date. decay, beta: (tokens, heads).
+    """
     groups = value.shape[1] // query.shape[1]
     query, key = (
         normalize(x, dim=-1, eps=1e-6).repeat_interleave(groups, 1)
         for x in (query, key)
     )
-    decay = (-layer.A_log.exp() * softplus(a + layer.dt_bias)).exp()
     rows = []
     for t in range(len(value)):
         state *= decay[t, :, None, None]
         missing = value[t] - torch.einsum("hvk,hk->hv", state, key[t])
-        state += torch.einsum("hv,hk->hvk", missing * b[t].sigmoid()[:, None], key[t])
+        state += torch.einsum("hv,hk->hvk", missing * beta[t, :, None], key[t])
         rows.append(torch.einsum("hvk,hk->hv", state, query[t]))
     return torch.stack(rows) / key.shape[-1] ** 0.5

@@ -33,9 +33,11 @@ BOUND = 1e-5
 STUBS = Path(__file__).resolve().with_name("sglang_stubs")
 ENVIRONMENT = {
     **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTHONPATH": os.pathsep.join([str(STUBS), str(STUBS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0", "SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang",
     "SGLANG_USE_CPU_ENGINE": "1",
+    # states of linear attention and convolutions
+    "SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_MAMBA_SSM_DTYPE": "float32",
 }  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 _operators = torch.library.Library("sgl_kernel", "FRAGMENT")
-for _name in (  # those that `models.qwen3_5` takes at its import
+for _name in (  # those that `models.qwen3_5` and linear attention take at their import
+    "fused_gdn_gating_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
