@@ -36,15 +36,9 @@ def start(rank: int = 0, ranks: int = 1, experts: int = 1, port: int = 29531) ->
     import fcsd_sglang
 
     fcsd_sglang.register()
-    from sglang.srt.models import qwen2_moe
+    import cpu_kernels  # noqa: F401
 
-    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
     PLACE.update(rank=rank, ranks=ranks, experts=experts, port=port)
-
-
-def _add_gated(hidden_states: Any, gate: Any, shared: Any, out: torch.Tensor) -> None:
-    """Stand in for the Triton kernel that adds shared experts in regular layers."""
-    out += (hidden_states @ gate).sigmoid()[:, None] * shared
 
 
 _BACKENDS = {"GptOssForCausalLM": "triton"}

@@ -182,6 +182,10 @@ if __name__ == "__main__":
 """
 
 
+STATES = {"max_mamba_cache_size": 16}
+"""Slots for the states of linear attention and convolutions; SGLang would take all memory."""
+
+
 def run_engine(
     folder: Path, tmp_path: Path, **options: Any
 ) -> subprocess.CompletedProcess[str]:
@@ -212,6 +216,10 @@ def run_engine(
         ("granitemoeshared-all", {}),
         ("hunyuan_v1_moe-half", {}),
         ("deepseek_v2-all", {}),
+        ("lfm2_moe-all", STATES),
+        ("qwen3_next-all", STATES),
+        ("qwen3_5_moe-all", {**STATES, "enable_multimodal": False}),
+        ("qwen3_5_moe_text-gap", {**STATES, "tp_size": 2, "ep_size": 2}),
         ("deepseek_v3-gap", {"tp_size": 2, "ep_size": 2}),
         ("minimax_m2-all", {"tp_size": 2, "ep_size": 2}),
         ("mimo_v2_flash-gap", {"tp_size": 2, "ep_size": 2}),

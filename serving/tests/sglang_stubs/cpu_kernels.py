@@ -2,6 +2,7 @@
 engine import this module together with the script that starts it.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.models import lfm2_moe, minimax_m2, qwen3_5
+from sglang.srt.models import lfm2_moe, minimax_m2, qwen2_moe, qwen3_5
 
 
 def _with_sinks(sinks: torch.Tensor) -> Any:
@@ -118,6 +119,14 @@ def _scale(
     )
 
 
+def _add_gated(
+    hidden_states: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
+) -> None:  # fmt: skip
+    """Add shared experts, scaled by their gate, in regular layers."""
+    out += (hidden_states @ gate).sigmoid()[:, None] * shared
+
+
+qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
 minimax_m2.rms_sumsq_serial = _sums_of_squares
 minimax_m2.rms_apply_serial = _scale
 
@@ -266,7 +275,7 @@ def _multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
 
 def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
     bounds = starts.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 for module in (gdn_backend, lfm2_moe):
