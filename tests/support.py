@@ -32,8 +32,10 @@ from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.model.dtypes import loaded_dtypes
 from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.model.preserve import preserved
+from fcsd.model.saved_dtypes import FileDtypes
 from fcsd.parallel.launch import ALONE, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
 
@@ -503,3 +505,8 @@ def evaluate(
     )
     with preserved(model, tokenizer), prepared as ask:
         return ask(model, name)
+
+
+def file_dtypes(model: Any, dtype: torch.dtype) -> FileDtypes:
+    """Return the dtypes of the files of a model that is loaded in `dtype`."""
+    return FileDtypes(dtype, loaded_dtypes(model, dtype))

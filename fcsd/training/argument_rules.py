@@ -1,10 +1,11 @@
 """The arguments of transformers that fcsd's training honours, and those that it refuses
 because they would have no effect, or another one than they promise.
 
-Every field of `transformers.TrainingArguments` is in one of three tables: `REFUSED`;
-`MAY_CHANGE_ARGUMENTS`, honoured, and free to change when a training is continued;
-`DECIDES`, honoured, and fixed for the whole training. The functions refuse
-combinations.
+`REFUSED` has those that are refused. `MAY_CHANGE_ARGUMENTS` are honoured, and free to
+change when a training is continued. All others are honoured, and fixed for the whole
+training, except that steps or epochs may become more, and that the batch counts by its
+rows, not by the way in which a step is cut into micro-batches (`fcsd.training.record`).
+The functions refuse combinations.
 
 `per_device_eval_batch_size` holds for logits, that is for `compute_metrics` and
 `predict`; a held-out loss is measured row by row.
@@ -14,7 +15,6 @@ Not covered: arguments that transformers itself ignores (`eval_steps` without
 `resume_from_checkpoint`).
 """
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -90,31 +90,6 @@ MAY_CHANGE_ARGUMENTS = {
 sums.
 """
 
-DECIDES = {
-    # the batch, and how many of them there are
-    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
-    # the learning rate
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
-    # the optimiser
-    "weight_decay", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "max_grad_norm", "neftune_noise_alpha",
-    # how numbers are rounded
-    "bf16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
-    "full_determinism",
-    # the order of the data
-    "seed", "data_seed", "train_sampling_strategy",
-}  # fmt: skip
-"""Arguments that the weights depend on; of these, the steps or epochs may become more
-(`fcsd.training.record`). The batch counts by its rows, not by the way in
-which a step is cut into micro-batches (`record.py`).
-"""
-
-
-def _default(name: str) -> Any:
-    return next(
-        field.default for field in fields(TrainingArguments) if field.name == name
-    )
-
 
 def refuse_meaningless(args: TrainingArguments) -> None:
     """Raise UserError for an argument of `REFUSED` that is set, or that holds
@@ -164,7 +139,8 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
     (
         lambda args: (
-            args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs")
+            args.max_steps > 0
+            and args.num_train_epochs != TrainingArguments.num_train_epochs
         ),
         "num_train_epochs: {0.num_train_epochs:g} has no meaning with max_steps"
         " {0.max_steps}, which ends the training; leave one of them out",

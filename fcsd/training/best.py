@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -18,8 +18,6 @@ from fcsd.base.writing import replace_folder, writing
 from fcsd.parallel.launch import Launch, Ranks, known_to_all
 from fcsd.parallel.state import check_state, write_weights
 from fcsd.training.arguments import Job, ScoreFailure
-from fcsd.training.averaging import WeightAverage, scored
-from fcsd.training.checkpoint_writer import CheckpointWriter
 from fcsd.training.checkpoints import (
     best_step_of,
     checkpoints,
@@ -28,7 +26,9 @@ from fcsd.training.checkpoints import (
     set_aside,
 )
 from fcsd.training.early_stopping import Score
-from fcsd.training.safety import GuardedSteps
+
+if TYPE_CHECKING:
+    from fcsd.training.ready_trainer import ReadyTrainer
 
 # folders in `best/` that a training has made: complete, damaged or half-written weights
 _OURS = re.compile(r"(\.|damaged-)*step-\d+.*")
@@ -116,14 +116,10 @@ def settle_best(
     )
 
 
-def drop_others(job: Job, step: int, say: Callable[[str], None]) -> None:
-    """Remove all weights except this step's and those that a checkpoint names, since
-    the run may go back to it; the first rank alone calls this.
+def drop_others(job: Job, steps: list[int], say: Callable[[str], None]) -> None:
+    """Remove all weights except those of these steps and those that a checkpoint names,
+    since the run may go back to it; the first rank alone calls this.
     """
-    _keep_only(job, [step], say)
-
-
-def _keep_only(job: Job, steps: list[int], say: Callable[[str], None]) -> None:
     if not (job.folder / "best").is_dir():
         return
     needed_folders = {best_folder(job, step) for step in steps}
@@ -155,22 +151,12 @@ class StopWhenScoreStalls(TrainerCallback):
     failed score ends the training. Both leave a checkpoint, and the run that continues
     from it starts with that score. `failure` is the error.
 
-    job: with its stopper and its score. writer: of the checkpoints, which name the best
-    weights. average: of the weights, which is scored in their place. log: of the
-    trainer.
+    job: with its stopper and its score.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        launch: Launch,
-        guarded: GuardedSteps,
-        writer: CheckpointWriter,
-        average: WeightAverage | None,
-        log: Callable[[dict[str, float]], None],
-    ):
-        self.job, self.launch, self.guarded = job, launch, guarded
-        self.writer, self.average, self.log = writer, average, log
+    def __init__(self, job: Job, trainer: "ReadyTrainer"):
+        self.job, self.trainer = job, trainer
+        self.launch, self.guarded = trainer.launch, trainer.guarded
         self.stopper: Any = job.stopper
         self.score: Any = job.score
         self.failure: ScoreFailure | None = None
@@ -180,9 +166,6 @@ class StopWhenScoreStalls(TrainerCallback):
         args: Any,
         state: TrainerState,
         control: TrainerControl,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Score the model before the first step, as the first one to beat.
@@ -191,13 +174,13 @@ class StopWhenScoreStalls(TrainerCallback):
         """
         self.stopper.time.start()
         if state.global_step == 0:
-            self._evaluate(0, model, optimizer, control)
+            self._evaluate(0, control)
         else:
             settle_best(self.job, self.launch.ranks, self.guarded.say)
         if state.global_step and self.stopper.is_due(
             state.global_step, state.max_steps
         ):
-            self._evaluate(state.global_step, model, optimizer, control)
+            self._evaluate(state.global_step, control)
             # This score belongs to the last step of the earlier process, so that
             # `on_step_end` will not look at it.
             control.should_training_stop = (
@@ -209,9 +192,6 @@ class StopWhenScoreStalls(TrainerCallback):
         args: Any,
         state: TrainerState,
         control: TrainerControl,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         # A signal leaves little time, and a score may take long: it is made when the
@@ -220,7 +200,7 @@ class StopWhenScoreStalls(TrainerCallback):
         is_postponed = self.guarded.ending and step < state.max_steps
         if self.stopper.is_due(step, state.max_steps) and not is_postponed:
             try:
-                self._evaluate(step, model, optimizer, control)
+                self._evaluate(step, control)
             except ScoreFailure as error:
                 self.failure = error
                 control.should_training_stop = True
@@ -229,10 +209,8 @@ class StopWhenScoreStalls(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
 
-    def _evaluate(
-        self, step: int, model: Any, optimizer: Any, control: TrainerControl
-    ) -> None:
-        score = self._score(model, optimizer, control)
+    def _evaluate(self, step: int, control: TrainerControl) -> None:
+        trainer, score = self.trainer, self._score(control)
         is_best = self.stopper.update(step, score)
         self.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
@@ -240,13 +218,14 @@ class StopWhenScoreStalls(TrainerCallback):
         if is_best and self.job.keeps_best:
             # The checkpoint that is still being written may name weights. Weights that
             # none names are removed, since the run cannot go back to them.
-            self.writer.close()
+            trainer.checkpoint_writer.close()
             if self.launch.first:
-                _keep_only(self.job, [], self.guarded.say)
-            with scored(self.average, model, optimizer):
-                keep_best(self.job, self.launch, step, model, optimizer)
+                drop_others(self.job, [], self.guarded.say)
+            with trainer.scored_weights():
+                model = trainer.plain_model
+                keep_best(self.job, self.launch, step, model, trainer.optimizer)
 
-    def _score(self, model: Any, optimizer: Any, control: TrainerControl) -> Score:
+    def _score(self, control: TrainerControl) -> Score:
         """Score the present weights; all ranks get the same score, or the same failure
         (`ScoreFailure`).
 
@@ -255,8 +234,8 @@ class StopWhenScoreStalls(TrainerCallback):
         """
         stopper = self.stopper
         try:
-            with stopper.time.scoring(), scored(self.average, model, optimizer):
-                own_score = self.score(model)
+            with stopper.time.scoring(), self.trainer.scored_weights():
+                own_score = self.score(self.trainer.model)
             if not math.isfinite(own_score.value):
                 raise UserError(
                     f"the score is {own_score.value}: the model's outputs are not"
@@ -272,7 +251,7 @@ class StopWhenScoreStalls(TrainerCallback):
         log_is_due = control.should_log
         name = stopper.name
         errors = {f"{name}_stderr": score.stderr} if score.stderr is not None else {}
-        self.log(
+        self.trainer.log(
             {name: score.value, **errors, "scoring_share": round(stopper.time.share, 6)}
         )
         control.should_log = log_is_due
@@ -285,7 +264,7 @@ class StopWhenScoreStalls(TrainerCallback):
         that is saved now may still be in the making.
         """
         if self.stopper.best_step is not None and self.launch.first:
-            drop_others(self.job, self.stopper.best_step, self.guarded.say)
+            drop_others(self.job, [self.stopper.best_step], self.guarded.say)
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fcsd.base.stats import ratio
@@ -59,6 +59,58 @@ class Score:
         return difference.value, difference.stderr
 
 
+class TimeSpent:
+    """The seconds of a run, and those among them that scoring took, over all restarts.
+
+    After a kill the time since the last checkpoint is not counted, because that work is
+    done again. The preparation of scores (data, the canonical solutions) counts for
+    both.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._run_s = self.scoring_s = self.last_s = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        self._since = self._clock()
+
+    def stop(self) -> None:
+        self._run_s, self._since = self.run_s, None
+
+    @property
+    def run_s(self) -> float:
+        return self._run_s + (
+            self._clock() - self._since if self._since is not None else 0.0
+        )
+
+    @property
+    def share(self) -> float:
+        return self.scoring_s / self.run_s if self.run_s else 0.0
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Time a score, or its preparation."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self.last_s = self._clock() - begun
+            self.scoring_s += self.last_s
+            # Outside the run's own clock, as when a score is prepared before the
+            # training.
+            if self._since is None:
+                self._run_s += self.last_s
+
+    def state(self) -> dict[str, float]:
+        return {"run_s": self.run_s, "scoring_s": self.scoring_s}
+
+    def resume(self, state: dict[str, float]) -> None:
+        """Add the time spent before a restart."""
+        self._run_s += state["run_s"]
+        self.scoring_s += state["scoring_s"]
+
+
 _CURVE = (
     "num_items",
     "num_items_total",
@@ -78,6 +130,7 @@ _STATE = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class EarlyStopper:
     """Follow a score, which should grow or, where lower is better, fall.
 
@@ -97,42 +150,33 @@ class EarlyStopper:
     since the previous evaluation.
     """
 
-    def __init__(
-        self,
-        *,
-        every_steps: int,
-        patience: int,
-        min_delta: float,
-        metric: str = "pass@1",
-    ):
-        self.every_steps, self.patience = every_steps, patience
-        self.metric, self.min_delta = metric, min_delta
-        self.time = TimeSpent()
-        self.points: list[dict[str, Any]] = []
-        self.num_items: int | None = None
-        self.num_items_total: int | None = None
-        self.best_step: int | None = None
-        self.best_score: float | None = None
-        self.best_stderr: float | None = None
-        self.highest: float | None = None
-        self.highest_step: int | None = None
-        self.reference: float | None = None
-        self.stalled = 0
-        self.figures: list[float] = []  # of the last evaluation
-        self.warned = False
-        self.higher_is_better = True  # as the last evaluation says
+    every_steps: int
+    patience: int
+    min_delta: float
+    metric: str = "pass@1"
+    time: TimeSpent = field(default_factory=TimeSpent)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    num_items: int | None = None
+    num_items_total: int | None = None
+    best_step: int | None = None
+    best_score: float | None = None
+    best_stderr: float | None = None
+    highest: float | None = None
+    highest_step: int | None = None
+    reference: float | None = None
+    stalled: int = 0
+    figures: list[float] = field(default_factory=list)  # of the last evaluation
+    warned: bool = False
+    higher_is_better: bool = True  # as the last evaluation says
 
     def update(self, step: int, score: Score) -> bool:
         """Record the score at `step` (0: before training); return whether these weights
         are the best checkpoint so far.
         """
-        # `gain` grows with quality for every metric, so that one comparison serves all.
         self.higher_is_better = score.higher_is_better
-        gain = score.value if score.higher_is_better else -score.value
-        margin = self.min_delta
+        gain, margin = self._gain(score.value), self.min_delta
         # For KLs, min_delta is relative: a fall by 2 % is this margin on a log scale.
         if self.metric in RELATIVE:
-            gain = _relative_gain(score.value)
             margin = -math.log1p(-self.min_delta)
         self._note(step, score)
         # The reference moves only by more than the margin: many small gains in a row
@@ -145,11 +189,25 @@ class EarlyStopper:
         if self.highest is None or gain > self.highest:
             self.highest, self.highest_step = gain, step
         if gain >= self.highest - margin:
-            self.best_step = step
-            self.best_score = score.value
-            self.best_stderr = score.stderr
+            self._take(self.points[-1])
             return True
         return False
+
+    def _gain(self, score: float) -> float:
+        """Return what grows with quality for every metric, so that one comparison
+        serves all.
+        """
+        if self.metric in RELATIVE:
+            # Rounding may make a KL 0, or slightly negative.
+            return -math.log(max(score, 1e-30))
+        return score if self.higher_is_better else -score
+
+    def _take(self, point: dict[str, Any] | None) -> None:
+        """Make the weights of a point the best checkpoint so far; None: there is none."""
+        self.best_step, self.best_score, self.best_stderr = (
+            None if point is None else point[name]
+            for name in ("step", "score", "stderr")
+        )
 
     def lose_all_but(self, steps: Collection[int]) -> None:
         """Make the best of these steps the best checkpoint so far: all other weights
@@ -158,31 +216,14 @@ class EarlyStopper:
         Among equal scores the later one is taken; there is none where none of the steps
         was scored.
         """
-        # The highest score is nearest to itself, whatever the direction of the metric,
-        # so that the best of the remaining ones is the one with the smallest distance.
-        scores = {point["step"]: point["score"] for point in self.points}
-        remaining_points = [point for point in self.points if point["step"] in steps]
-        if self.highest_step is None or self.highest is None:
-            return
-        highest = scores[self.highest_step]
-        best = min(
-            remaining_points,
-            key=lambda point: (abs(point["score"] - highest), -point["step"]),
+        best = max(
+            (point for point in self.points if point["step"] in steps),
+            key=lambda point: (self._gain(point["score"]), point["step"]),
             default=None,
         )
-        self.best_step = self.best_score = self.best_stderr = None
-        if best is not None:
-            self.best_step = best["step"]
-            self.best_score = best["score"]
-            self.best_stderr = best["stderr"]
-        if best is None:
-            self.highest = self.highest_step = None
-        elif self.metric in RELATIVE:
-            self.highest = _relative_gain(best["score"])
-            self.highest_step = best["step"]
-        else:
-            self.highest = best["score"] if self.highest == highest else -best["score"]
-            self.highest_step = best["step"]
+        self._take(best)
+        self.highest = None if best is None else self._gain(best["score"])
+        self.highest_step = self.best_step
 
     def _note(self, step: int, score: Score) -> None:
         if not math.isfinite(score.value):
@@ -334,11 +375,7 @@ class EarlyStopper:
     def record(self) -> dict[str, Any]:
         """Return the curve in the form of `scores.json`."""
         curve = {name: getattr(self, name) for name in _CURVE}
-        return (
-            {"schema_version": 1, "metric": self.metric}
-            | curve
-            | {"points": list(map(dict, self.points))}
-        )
+        return {"schema_version": 1, "metric": self.metric, **curve}
 
     def state(self) -> dict[str, Any]:
         """Return the state for an exact continuation, as plain data."""
@@ -349,65 +386,6 @@ class EarlyStopper:
         """Continue from `state()`, except for the time spent: `TimeSpent.resume` adds
         it.
         """
-        # A checkpoint of an earlier fcsd does not say which scores are better.
-        known = {"higher_is_better": self.higher_is_better, **state}
         for name in (*_CURVE, *_STATE):
-            setattr(self, name, known[name])
-        self.points = [dict(point) for point in self.points]
-
-
-def _relative_gain(score: float) -> float:
-    # Rounding may make a KL 0, or slightly negative.
-    return -math.log(max(score, 1e-30))
-
-
-class TimeSpent:
-    """The seconds of a run, and those among them that scoring took, over all restarts.
-
-    After a kill the time since the last checkpoint is not counted, because that work is
-    done again. The preparation of scores (data, the canonical solutions) counts for
-    both.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._run_s = self.scoring_s = self.last_s = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        self._since = self._clock()
-
-    def stop(self) -> None:
-        self._run_s, self._since = self.run_s, None
-
-    @property
-    def run_s(self) -> float:
-        return self._run_s + (
-            self._clock() - self._since if self._since is not None else 0.0
-        )
-
-    @property
-    def share(self) -> float:
-        return self.scoring_s / self.run_s if self.run_s else 0.0
-
-    @contextlib.contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Time a score, or its preparation."""
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            self.last_s = self._clock() - begun
-            self.scoring_s += self.last_s
-            # Outside the run's own clock, as when a score is prepared before the
-            # training.
-            if self._since is None:
-                self._run_s += self.last_s
-
-    def state(self) -> dict[str, float]:
-        return {"run_s": self.run_s, "scoring_s": self.scoring_s}
-
-    def resume(self, state: dict[str, float]) -> None:
-        """Add the time spent before a restart."""
-        self._run_s += state["run_s"]
-        self.scoring_s += state["scoring_s"]
+            setattr(self, name, state[name])
+        self.points = [*self.points]

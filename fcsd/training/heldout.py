@@ -35,9 +35,14 @@ class HeldoutCE:
         self.batches: list[Batch] | None = None
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        return self._read(student, lambda batch: None)  # labels are in it already
+
+    def _read(
+        self, student: PreTrainedModel, add_target: Callable[[Batch], None]
+    ) -> list[Batch]:
         return read_rows(
             self.rows,
-            self._add_target,
+            add_target,
             model=student,
             device=self.launch.device,
             ranks=self.launch.ranks,
@@ -81,9 +86,6 @@ class HeldoutCE:
             "loss"
         ]
 
-    def _add_target(self, batch: Batch) -> None:
-        """Add the target of the comparison to a batch; labels are in it already."""
-
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         return {"objective": CrossEntropyObjectiveConfig(name="ce"), "labels": targets}
 
@@ -103,7 +105,7 @@ class ComparingScore:
         self.under_autocast = False
 
     def set_teacher(
-        self, teacher: Teacher | None, *, sharded: bool, under_autocast: bool = False
+        self, teacher: Teacher | None, *, under_autocast: bool = False
     ) -> None:
         """Use the teacher of the run if it is a model that can be run.
 
@@ -114,7 +116,7 @@ class ComparingScore:
         self.under_autocast = under_autocast
         if isinstance(teacher, LiveTeacher):
             self.teacher = teacher
-        elif sharded:
+        elif self.of_launch.engine.shards:
             raise UserError(
                 f"early_stopping.{self.named} needs a loaded teacher: under FSDP or"
                 " DeepSpeed, use teacher.backend: sharded, with an objective that has a"
@@ -153,17 +155,11 @@ class HeldoutKL(ComparingScore, HeldoutCE):
         self.head: nn.Module | None = None
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
-        run_teacher = self.teacher
-        self.teacher = self.compared_with(student)
-        batches = super()._prepare(student)
         # A copy that was loaded for this pass is dropped; only its head is needed
         # again.
-        self.head, self.teacher = self.teacher.head, run_teacher
-        return batches
-
-    def _add_target(self, batch: Batch) -> None:
-        assert self.teacher is not None
-        self.teacher.prepare([batch])
+        teacher = self.compared_with(student)
+        self.head = teacher.head
+        return self._read(student, lambda batch: teacher.prepare([batch]))
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         # The plain KL, whatever the training minimises, so that scores of different
@@ -226,7 +222,7 @@ class HeldoutLosses:
         measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]
         if self.teacher is not None:
             heldout_kl = HeldoutKL(rows, _no_original, self.launch)
-            heldout_kl.set_teacher(self.teacher, sharded=self.launch.engine.shards)
+            heldout_kl.set_teacher(self.teacher)
             measures.append(heldout_kl)
         return measures
 

@@ -114,10 +114,7 @@ class Meters:
         self._since = since + time.perf_counter() - start
 
     def add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = (
-            self._sums.get(name, torch.zeros((), device=value.device))
-            + value.detach().float()
-        )
+        self._sums[name] = self._sums.get(name, 0) + value.detach().float()
 
     def add_statistics(self, outputs: Any, scale: Tensor) -> None:
         """Add the statistics that a loss head returns for each token."""
@@ -215,7 +212,5 @@ class Meters:
         return {name: value for name, value in quantiles.items() if value is not None}
 
     def _of_all(self, values: Tensor, reduction: str) -> Tensor:
-        if self.accelerator.num_processes == 1:
-            return values
         reduced: Tensor = self.accelerator.reduce(values, reduction)
         return reduced

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.modeling_layers import MtpModel
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import safetensors_header
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, in_batches, trim_padding
 from fcsd.model.families.structure import output_head
@@ -44,7 +45,6 @@ _FROZEN = re.compile(r"\.(experts|gate|router)\.")
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The matrices of an expert in the files, by the tensor of all experts in transformers."""
 _CHUNK_TOKENS = 256
-_RATE_KINDS = ("greedy", "sampled")
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,7 @@ class MtpLayers:
     def acceptance(self, batches: Sequence[Batch]) -> Acceptance:
         """Measure how often drafts of these layers are accepted."""
         device = input_device(self.model)
-        rates = {
-            kind: torch.zeros(self.count, dtype=torch.float64) for kind in _RATE_KINDS
-        }
-        counts = torch.zeros(self.count, dtype=torch.float64)
+        greedy, sampled, counts = torch.zeros(3, self.count, dtype=torch.float64)
         accepted = 0.0
         for batch in progress_bar(batches, desc="acceptance", unit="batch"):
             batch = {name: value.to(device) for name, value in batch.items()}
@@ -172,8 +169,8 @@ class MtpLayers:
                 self.states(batch, self.hidden(batch))
             ):
                 equal, overlap = self._agreement(states, targets)
-                rates["greedy"][k] += equal.sum().item()
-                rates["sampled"][k] += overlap.sum().item()
+                greedy[k] += equal.sum().item()
+                sampled[k] += overlap.sum().item()
                 counts[k] += len(equal)
                 drawn = _by_draft(equal, batch["labels"].to(self.device), k)
                 chain = drawn if chain is None else chain[:, : drawn.shape[1]] * drawn
@@ -183,9 +180,11 @@ class MtpLayers:
                 "--text: what is left out to measure drafts has no answer of"
                 f" {self.count + 1} tokens; give longer texts, or --loss-on all"
             )
-        greedy, sampled = ((rates[kind] / counts).tolist() for kind in _RATE_KINDS)
         return Acceptance(
-            int(counts[0].item()), greedy, sampled, 1 + accepted / counts[0].item()
+            int(counts[0].item()),
+            (greedy / counts).tolist(),
+            (sampled / counts).tolist(),
+            1 + accepted / counts[0].item(),
         )
 
     def _agreement(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,8 +297,8 @@ def _names_at(folder: Path, files: Sequence[str], layers: range) -> dict[str, st
     wanted = re.compile(rf"(^|\.)layers\.({numbers})\.")
     found: dict[str, str] = {}
     for name in files:
-        with safe_open(folder / name, framework="pt") as file:
-            found |= {key: name for key in file.keys() if wanted.search(key)}  # noqa: SIM118
+        header, _ = safetensors_header(folder / name)
+        found |= {key: name for key in header if wanted.search(key)}
     return found
 
 

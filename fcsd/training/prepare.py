@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Rule, refuse
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families.structure import has_adapters, head_and_body
@@ -49,7 +48,7 @@ class TrainingInputs:
 def place_teacher(
     teacher: PreTrainedModel | Teacher | None,
     launch: Launch,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None,
 ) -> Teacher | None:
     """Place a teacher's model on this rank's device, or in shards over the ranks; dtype:
     of its weights, None: as they are.
@@ -98,7 +97,7 @@ def check_student(
         drop = train.capacity_drop or "order"
         with dropping(student, train.capacity_factor, drop, training_only=True):
             pass
-    refuse(*_vocabulary_rules(student, teacher_rows, tokenizer, objective))
+    _check_vocabularies(student, teacher_rows, tokenizer, objective)
 
 
 def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:
@@ -182,35 +181,33 @@ def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
     return Collator(ahead)
 
 
-def _vocabulary_rules(
+def _check_vocabularies(
     student: PreTrainedModel,
     teacher_rows: int | None,
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
-) -> list[Rule]:
-    """Return how the vocabularies of student, teacher and tokenizer may not differ,
+) -> None:
+    """Raise UserError where the vocabularies of student, teacher and tokenizer differ,
     unless the objective says how many tokens they share.
     """
     # The head may have more rows than the tokenizer has tokens (padding), never fewer.
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = size if teacher_rows is None else teacher_rows
-    shared = min(size, rows)
-    return [
-        (
-            tokens is None and rows != size,
+    if tokens is None and rows != size:
+        raise UserError(
             f"the vocabularies differ: {rows} tokens in the teacher, {size} in the"
             " student; distillation needs one vocabulary: use the original checkpoint"
             " as the teacher, or set objective.vocab_size if one vocabulary is padded"
-            " differently",
-        ),
-        (
-            tokens is not None and not len(tokenizer) <= tokens <= shared,
+            " differently"
+        )
+    shared = min(size, rows)
+    if tokens is not None and not len(tokenizer) <= tokens <= shared:
+        raise UserError(
             f"objective.vocab_size {tokens}: must be between the {len(tokenizer)}"
-            f" tokens of the tokenizer and the {shared} rows of the head",
-        ),
-        (
-            len(tokenizer) > size,
+            f" tokens of the tokenizer and the {shared} rows of the head"
+        )
+    if len(tokenizer) > size:
+        raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only"
-            f" {size}; use the tokenizer that belongs to the model",
-        ),
-    ]
+            f" {size}; use the tokenizer that belongs to the model"
+        )

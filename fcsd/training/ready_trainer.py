@@ -253,26 +253,21 @@ def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
         module = teacher.model
     else:
         module = getattr(teacher, "head", None)
-    if isinstance(module, nn.Module):
-        teacher_parameters = {id(p): p for p in module.parameters()}
-    else:
-        teacher_parameters = {}
+    in_teacher = module.parameters() if isinstance(module, nn.Module) else ()
     gradients = sum(map(_local_bytes, trained))
     return {
         "student weights": sum(map(_local_bytes, student.parameters())),
         "gradients": gradients,
         "optimizer states": 2 * gradients,  # AdamW's two moments
         "teacher weights": sum(
-            _local_bytes(p)
-            for key, p in teacher_parameters.items()
-            if key not in student_ids
+            _local_bytes(p) for p in in_teacher if id(p) not in student_ids
         ),
     }
 
 
 def _local_bytes(parameter: Any) -> int:
     local = own_part(parameter)
-    return local.numel() * local.element_size() if isinstance(local, Tensor) else 0
+    return local.nbytes if isinstance(local, Tensor) else 0
 
 
 def peak_bytes(device: torch.device) -> int | None:

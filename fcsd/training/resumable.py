@@ -7,7 +7,7 @@ the sequence in which all are written; `fcsd.training.checkpoints` lists them.
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,6 @@ class ResumableTrainer(Trainer):
         """Give the model, within the block, the weights that are scored and saved: with
         ema_decay their average.
         """
-        if self.average is None:
-            return nullcontext()
         from fcsd.training.averaging import scored
 
         return scored(self.average, self.plain_model, self.optimizer)

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 
 from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import Interrupted, ScorerError, UserError
@@ -95,6 +95,7 @@ def _train(
             callbacks=[
                 *_tensorboard(settings, job.folder),
                 *([] if job.save_model else [NoCheckpointAtTheEnd()]),
+                bar,
             ],
             launch=launch,
         )
@@ -106,18 +107,12 @@ def _train(
         launch.ranks.from_first(
             lambda: _check_disk(job, settings, inputs.student, dtypes.declared)
         )
-        replace_output(trainer, bar)
+        # The bar takes the place of the dicts that the Trainer prints.
+        trainer.remove_callback(PrinterCallback)
         if job.stopper is not None and job.score is not None:
             from fcsd.training.best import StopWhenScoreStalls
 
-            scoring = StopWhenScoreStalls(
-                job,
-                launch,
-                trainer.guarded,
-                trainer.checkpoint_writer,
-                trainer.average,
-                trainer.log,
-            )
+            scoring = StopWhenScoreStalls(job, trainer)
             trainer.add_callback(scoring)
         checkpoint = newest_usable(job.folder / "checkpoints", launch.ranks, job.owner)
         if checkpoint is not None:
@@ -171,11 +166,7 @@ def _give_teacher(trainer: ReadyTrainer, score: Scorer) -> None:
     from fcsd.training.heldout import ComparingScore
 
     if isinstance(score, ComparingScore):
-        sharded = trainer.launch.engine.shards
-        under_autocast = trainer.args.bf16 and not sharded
-        score.set_teacher(
-            trainer.teacher, sharded=sharded, under_autocast=under_autocast
-        )
+        score.set_teacher(trainer.teacher, under_autocast=trainer.args.bf16)
 
 
 def _check_disk(job: Job, train: TrainConfig, student: Any, dtype: torch.dtype) -> None:
@@ -341,8 +332,7 @@ def _leave_model(
             inputs.student,
             folder,
             tokenizer=inputs.tokenizer,
-            dtype=dtypes.declared,
-            dtypes=dtypes.tensors,
+            dtypes=dtypes,
             launch=launch,
         )
 
@@ -358,9 +348,7 @@ class ProgressBar(TrainerCallback):
     remaining: as in `Job`.
     """
 
-    def __init__(
-        self, description: str, remaining: Callable[[float], str] | None = None
-    ):
+    def __init__(self, description: str, remaining: Callable[[float], str] | None):
         self.description, self.remaining = description, remaining
         self.bar: Any = None
         self._first_step = 0
@@ -415,10 +403,3 @@ class NoCheckpointAtTheEnd(TrainerCallback):
     ) -> None:
         if state.global_step >= state.max_steps:
             control.should_save = False
-
-
-def replace_output(trainer: Trainer, bar: ProgressBar) -> None:
-    """Show one line of fcsd's own instead of the Trainer's bar and its printed dicts."""
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(bar)

@@ -169,9 +169,9 @@ class GuardedSteps:
         step_figures = self._step_loss.new_tensor(
             [norm, self.signals.received, is_writing]
         )
-        figures = torch.stack([self._step_loss, *step_figures])[None]
-        if self.accelerator.num_processes > 1:
-            figures = self.accelerator.gather(figures)
+        figures = self.accelerator.gather(
+            torch.stack([self._step_loss, *step_figures])[None]
+        )
         losses, norms, received, writing = zip(*figures.tolist(), strict=True)
         self._step_loss = None
         self.received, self.is_written = int(max(received)), not any(writing)

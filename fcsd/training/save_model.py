@@ -19,7 +19,7 @@ from fcsd.base.memory import available_memory
 from fcsd.base.writing import beside, make_folder, write_json, writing
 from fcsd.model.connectivity.checkpoint import CONFIG
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.dtypes import loaded_dtypes, real_tensors
+from fcsd.model.dtypes import real_tensors
 from fcsd.model.saved_dtypes import FileDtypes
 from fcsd.parallel.engine import without_deepspeed
 from fcsd.parallel.launch import Launch
@@ -31,9 +31,8 @@ def write_model(
     folder: Path,
     *,
     tokenizer: Any,
-    dtype: torch.dtype,
+    dtypes: FileDtypes,
     launch: Launch,
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Write config, code, weights and tokenizer into `folder`. All ranks call this; the
     first one writes.
@@ -42,18 +41,14 @@ def write_model(
     checkpoint that are not part of the model (MTP layers) are copied unchanged. The
     result is loaded once, if main memory suffices, and compared with the model.
 
-    Args:
-        dtype: the dtype that the config declares.
-        dtypes: those of single tensors, by their names in the model (`saved_dtypes`);
-            the same on all ranks. None: those that the model has when it is loaded in
-            `dtype`.
+    dtypes: of the files, the same on all ranks.
 
     Raises:
         UserError: the loaded model differs from the one in memory.
     """
-    if dtypes is None:
-        dtypes = loaded_dtypes(model, dtype)
-    full_model = whole_model(model, dtypes, launch) if launch.engine.shards else model
+    full_model: Any = model
+    if launch.engine.shards:
+        full_model = whole_model(model, dtypes.tensors, launch)
     if not launch.first or full_model is None:
         return
     from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
@@ -63,10 +58,10 @@ def write_model(
     use_cache, declared = config.use_cache, config.dtype
     config.use_cache = True
     try:
-        with _in_host_memory(full_model, dtypes):
+        with _in_host_memory(full_model, dtypes.tensors):
             with keeping_extra_tensors(full_model, folder):
                 full_model.save_pretrained(folder)
-            _declare_dtype(folder, dtype)
+            _declare_dtype(folder, dtypes.declared)
             # safetensors 0.8 creates files with mode 0600, ignoring the umask: give
             # them the config's mode.
             mode = (folder / CONFIG).stat().st_mode
@@ -97,14 +92,7 @@ def replace_model(
     destination = beside(folder) if launch.first else contextlib.nullcontext(folder)
     # The other ranks take part in gathering the weights; they write nothing.
     with writing(folder), destination as written:
-        write_model(
-            model,
-            written,
-            tokenizer=tokenizer,
-            dtype=dtypes.declared,
-            dtypes=dtypes.tensors,
-            launch=launch,
-        )
+        write_model(model, written, tokenizer=tokenizer, dtypes=dtypes, launch=launch)
         if launch.first:
             _move_model(written, folder)
 

@@ -17,10 +17,9 @@ from fcsd.data.batches import (
     next_token_targets,
     trim_padding,
 )
-from fcsd.model.families.structure import unwrapped
 from fcsd.parallel.failure import in_step
 from fcsd.training.config import UpdateConfig
-from fcsd.training.losses.head import packing_of, refuse_packing
+from fcsd.training.losses.head import refuse_packing
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
 from fcsd.training.meters import Meters
 from fcsd.training.teachers.base import Teacher
@@ -41,7 +40,7 @@ class StepLoss:
         objective: ObjectiveConfig,
         teacher: Teacher | None,
         accelerator: Any,
-        balance: "Balance | None" = None,
+        balance: "Balance | None",
     ):
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
@@ -53,8 +52,6 @@ class StepLoss:
 
             self.distance = hidden_terms.StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged)
-        # whether packed examples would see each other; known once a step has begun
-        self._may_leak: bool | None = None
         # of the distance between the streams in the step that is under way
         self._coefficient = 0.0
 
@@ -79,20 +76,18 @@ class StepLoss:
 
     def begin_step(
         self, model: nn.Module, batches: list[Batch], step: int, device: torch.device
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Begin an optimiser step: add its tokens to the meters and the balance, and set
         the coefficient of the distance. All ranks call this.
 
         Returns:
-            The kept tokens of the step over all ranks; None without micro-batches.
+            The kept tokens of the step over all ranks.
 
         Raises:
             UserError: examples packed for a family in which they would see each other.
         """
         if self.distance is not None:
             self._coefficient = self.distance.coefficient(step)
-        if not batches:
-            return None
         count = sum(
             next_token_targets(batch["labels"], batch["position_ids"])[0].sum()
             for batch in batches
@@ -100,26 +95,21 @@ class StepLoss:
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         routed = sum(int(counted_tokens(batch).sum()) for batch in batches)
         # one reduction for all three numbers
-        counts = torch.tensor([int(count), tokens, routed], device=device)
-        if self.accelerator.num_processes > 1:
-            counts = self.accelerator.reduce(counts, "sum")
+        counts = self.accelerator.reduce(
+            torch.tensor([int(count), tokens, routed], device=device), "sum"
+        )
         self.meters.num_tokens += int(counts[1])
         if self.balance is not None:
             self.balance.begin_step(int(counts[2]))
-        self._refuse_leaks(model, batches)
-        return counts[0]
-
-    def _refuse_leaks(self, model: nn.Module, batches: list[Batch]) -> None:
-        if self._may_leak is None:
-            self._may_leak = packing_of(unwrapped(model).config) == "leaks"
-        for batch in batches if self._may_leak else ():
+        for batch in batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
+        return counts[0]
 
     def ask_teacher(self, batches: list[Batch]) -> None:
         """Put the teacher's hidden states into all micro-batches of a step."""
         # The distance needs a teacher pass for each micro-batch anyway (`__call__`), which
         # also returns the hidden states.
-        if self.teacher is not None and not self._coefficient and batches:
+        if self.teacher is not None and not self._coefficient:
             in_step()
             self.teacher.prepare(batches)
 

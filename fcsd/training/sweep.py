@@ -172,9 +172,7 @@ def run_sweep(
             lambda: read_sealed(candidate_folder / "result.json", advice, owner)
         )
         # a loss of null means that it diverged
-        row = asdict(candidate) | {"loss": found["loss"], "folder": candidate.folder}
-        names = ("score", "stderr", "higher_is_better")
-        return row | {name: found[name] for name in names if name in found}
+        return asdict(candidate) | found | {"folder": candidate.folder}
 
     first = [
         measured("batch_size_tokens", size, base.learning_rate)
@@ -227,7 +225,7 @@ def _note_losses(
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(
         folder / "result.json",
-        {"loss": loss if math.isfinite(loss) else None, "losses": losses} | scored,
+        {"loss": loss if math.isfinite(loss) else None} | scored,
         owner,
     )
 

@@ -43,7 +43,15 @@ from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import X, gradients_of, tiny_config, tiny_model
-from tests.support import ROOT, Bench, few, history, trained_weights, user_error
+from tests.support import (
+    ROOT,
+    Bench,
+    few,
+    file_dtypes,
+    history,
+    trained_weights,
+    user_error,
+)
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -707,7 +715,13 @@ def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_i
 def written_on_rank(rank: int, folder: Path) -> None:
     model, own = on_rank("fsdp2", lambda: model_of("untied"))
     shard_student(model, own, TrainConfig())
-    write_model(model, folder, tokenizer=None, dtype=torch.bfloat16, launch=own)
+    write_model(
+        model,
+        folder,
+        tokenizer=None,
+        dtypes=file_dtypes(model, torch.bfloat16),
+        launch=own,
+    )
 
 
 def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(
@@ -726,7 +740,13 @@ def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(
 def with_mtp_written_on_rank(rank: int, original: Path, folder: Path) -> None:
     model, own = on_rank("fsdp2", lambda: load_model(original, weights=rank == 0))
     shard_student(model, own, TrainConfig())
-    write_model(model, folder, tokenizer=None, dtype=torch.float32, launch=own)
+    write_model(
+        model,
+        folder,
+        tokenizer=None,
+        dtypes=file_dtypes(model, torch.float32),
+        launch=own,
+    )
 
 
 def test_a_spread_student_keeps_the_mtp_layers_of_its_checkpoint(

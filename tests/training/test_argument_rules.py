@@ -16,11 +16,27 @@ from fcsd.api.trainer_inputs import TrainerInputs
 from fcsd.base.errors import UserError
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
+from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.ready_trainer import fit_to_engine
 from tests.reference.tiny import tiny_model
 from tests.support import user_error
+
+DECIDES = {
+    # the batch, and how many of them there are
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+    # the learning rate
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    # the optimiser
+    "weight_decay", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm", "neftune_noise_alpha",
+    # how numbers are rounded
+    "bf16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
+    "full_determinism",
+    # the order of the data
+    "seed", "data_seed", "train_sampling_strategy",
+}  # fmt: skip
+"""Arguments that the weights depend on."""
 
 
 def test_every_argument_of_transformers_is_in_one_table() -> None:

@@ -112,7 +112,7 @@ def test_damaged_best_weights_are_never_left(
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda *_: [AtTheEnd()])
     # Best weights that no checkpoint names would be dropped once they are beaten.
-    monkeypatch.setattr("fcsd.training.best._keep_only", lambda *_: None)
+    monkeypatch.setattr("fcsd.training.best.drop_others", lambda *_: None)
     results = train(*watched.run)
     assert watched.left() == [left]
     assert (results["best_step"], results["best_score"]) == (left, scores[left])

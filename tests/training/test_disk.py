@@ -73,19 +73,19 @@ def test_what_a_run_keeps_is_never_more_than_was_said(
     monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", background_from)
     folder = bench.folder / "r" / "distill"
     said: list[Any] = []
-    check, drop = run_module.check_disk, best.drop_others
+    check, on_save = run_module.check_disk, best.StopWhenScoreStalls.on_save
     monkeypatch.setattr(
         run_module, "check_disk", lambda *args: (said.append(args[1]), check(*args))
     )
     held = []
 
-    def measured(*args: Any) -> None:
+    def measured(*args: Any, **kwargs: Any) -> None:
         held.append(
             sum(path.stat().st_size for path in folder.rglob("state-*.safetensors"))
         )
-        drop(*args)
+        on_save(*args, **kwargs)
 
-    monkeypatch.setattr(best, "drop_others", measured)
+    monkeypatch.setattr(best.StopWhenScoreStalls, "on_save", measured)
     assert (
         main(["distill", str(bench.recipe("r", early_stopping=bench.early_stopping))])
         == 0

@@ -5,6 +5,7 @@ kill, on two processes.
 import copy
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(
     attach_loss_head(student.train())
     for own in (None, ModelTeacher(copy.deepcopy(teacher))):
         score = HeldoutKL(rows, lambda: copy.deepcopy(teacher), join_launch())
-        score.set_teacher(own, sharded=False)
+        score.set_teacher(own)
         assert score(student) == score(student)
         assert score(student).value == pytest.approx(float(wanted["kl"]), rel=1e-9)
     same = copy.deepcopy(teacher)
@@ -188,7 +189,9 @@ def test_a_run_with_all_of_them_that_is_killed_continues_to_the_same_weights(
 
     def killed() -> int:
         monkeypatch.setattr(
-            best_module, "drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            best_module.StopWhenScoreStalls,
+            "on_save",
+            lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
         )
         return main(command)
 
@@ -264,6 +267,5 @@ def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(
     teacher: Any,  # noqa: F811
 ) -> None:
     with user_error(r"heldout_kl needs a loaded teacher: .* teacher\.backend: sharded"):
-        HeldoutKL(Rows(1), lambda: teacher, join_launch()).set_teacher(
-            None, sharded=True
-        )
+        launch = replace(join_launch(), engine=Engine("fsdp2"))
+        HeldoutKL(Rows(1), lambda: teacher, launch).set_teacher(None)

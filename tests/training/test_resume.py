@@ -118,7 +118,7 @@ def die(*args: Any, **kwargs: Any) -> None:
     few(
         [
             (writer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
-            (best_module, "drop_others"),
+            (best_module.StopWhenScoreStalls, "on_save"),
             (run_module, "_leave_model"),  # after the last step
             # weights and optimiser written, the stopper's state not
             (resumable_module, "write_json"),
@@ -154,7 +154,9 @@ def test_wherever_a_run_is_killed_it_continues_to_the_same_weights(
 @pytest.mark.breadth
 @pytest.mark.parametrize(
     ("module", "place"),
-    few([(run_module, "_leave_model"), (best_module, "drop_others")], 1),
+    few(
+        [(run_module, "_leave_model"), (best_module.StopWhenScoreStalls, "on_save")], 1
+    ),
 )
 def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
     bench: Bench,

@@ -30,7 +30,7 @@ from fcsd.training.save_model import write_model
 from tests.parallel.test_engines import NEEDS_DEEPSPEED, launch, on_rank
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
-from tests.support import Bench, few, user_error
+from tests.support import Bench, few, file_dtypes, user_error
 
 KEPT_IN_FLOAT32 = {
     "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note",
@@ -396,7 +396,11 @@ def test_weights_that_are_no_numbers_are_compared_too(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     model.model.norm.weight.data[0] = math.nan
     write_model(
-        model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch()
+        model,
+        tmp_path,
+        tokenizer=None,
+        dtypes=file_dtypes(model, torch.float32),
+        launch=join_launch(),
     )
     assert tensors(tmp_path)["model.norm.weight"][0].isnan()
 
@@ -407,7 +411,11 @@ def test_where_memory_is_short_the_model_is_not_loaded_and_it_is_said(
     monkeypatch.setattr("fcsd.training.save_model.available_memory", lambda: 1000)
     model = tiny_model("mixtral")
     write_model(
-        model, tmp_path, tokenizer=None, dtype=torch.float32, launch=join_launch()
+        model,
+        tmp_path,
+        tokenizer=None,
+        dtypes=file_dtypes(model, torch.float32),
+        launch=join_launch(),
     )
     assert "was not compared with the trained model" in capsys.readouterr().err
 
@@ -434,7 +442,13 @@ def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
         hidden = model(
             input_ids=ids, position_ids=torch.arange(24)[None], objective="hidden"
         )["hidden"]
-    write_model(model, folder, tokenizer=None, dtype=torch.bfloat16, launch=own)
+    write_model(
+        model,
+        folder,
+        tokenizer=None,
+        dtypes=file_dtypes(model, torch.bfloat16),
+        launch=own,
+    )
     return dtypes, seen, hidden
 
 

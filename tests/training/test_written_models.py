@@ -14,7 +14,7 @@ from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, make_bench, run_command
+from tests.support import Bench, file_dtypes, make_bench, run_command
 
 
 def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(
@@ -37,7 +37,7 @@ def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_name
         model,
         tmp_path / "left",
         tokenizer=tokenizer,
-        dtype=torch.float32,
+        dtypes=file_dtypes(model, torch.float32),
         launch=join_launch(),
     )
     named = json.loads((tmp_path / "left" / "tokenizer_config.json").read_text())[

@@ -258,7 +258,7 @@ def _micro_batch(
                 hidden = final_hidden(teacher, ids, positions, keep)
             elif setting.teacher == "adapter_off":
                 with as_original(student):
-                    hidden = body_hidden(student, ids, positions, None, keep)
+                    hidden = body_hidden(student, ids, positions, keep)
             else:
                 hidden = torch.empty(
                     (len(keep), head.in_features), dtype=setting.teacher_dtype

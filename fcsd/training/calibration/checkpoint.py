@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
+    arrays_fingerprint,
     check_regular,
     content_fingerprint,
     file_fingerprint,
@@ -53,7 +54,6 @@ from fcsd.training.calibration.left_out import NAMES, LeftOut
 from fcsd.training.calibration.model import complaint, shown, text_of_rank
 from fcsd.training.calibration.shards import (
     Layerwise,
-    checksum,
     damage_of_copies,
     own_copies,
     write_changed,
@@ -115,7 +115,13 @@ def calibrate_checkpoint(
                 work, models, original.folder, text.batches, ranks, measured
             )
         end = max(layers) + 1 if measured is None else len(models.student.layers)
-        with _layers_bar(state.next_layer, end, ranks) as bar:
+        with progress_bar(
+            total=end,
+            initial=state.next_layer,
+            desc="calibrate",
+            bar_format=STEPS_BAR,
+            shown=ranks.first,
+        ) as bar:
             steps = walk(
                 models,
                 state,
@@ -165,16 +171,6 @@ def _timed_save(
     _save(state, work, ranks, measured)
     took = time.monotonic() - begin
     return time.monotonic() + (9 * took if took > _SHORT_SAVE_S else 0.0)
-
-
-def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:
-    return progress_bar(
-        total=end,
-        initial=begun,
-        desc="calibrate",
-        bar_format=STEPS_BAR,
-        shown=ranks.first,
-    )
 
 
 def _write_layer(
@@ -288,9 +284,7 @@ def _resume(
         )
     # Each rank has a file of streams; all begin again if one rank's is unusable.
     file = _streams(work, state["next_layer"], ranks)
-    # A state of an earlier fcsd has no hashes.
-    hashes = state.get("streams") or [None] * ranks.size
-    tensors = _whole_streams(file, hashes[ranks.rank])
+    tensors = _whole_streams(file, state["streams"][ranks.rank])
     lost = next(
         filter(None, ranks.share(lambda: None if tensors is not None else str(file))),
         None,
@@ -348,7 +342,7 @@ def _read_state(
     return {"damage": f"{work / 'model'}: is damaged: {damaged}; {_AGAIN}"}
 
 
-def _whole_streams(file: Path, written: str | None) -> dict[str, Tensor] | None:
+def _whole_streams(file: Path, written: str) -> dict[str, Tensor] | None:
     """Read the streams that `_save` wrote with this hash; None if they are gone,
     damaged, or those of another run.
     """
@@ -358,7 +352,12 @@ def _whole_streams(file: Path, written: str | None) -> dict[str, Tensor] | None:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError):
         return None
-    return tensors if checksum(tensors) == written else None
+    return tensors if _hash_of(tensors) == written else None
+
+
+def _hash_of(streams: dict[str, Tensor]) -> str:
+    arrays = {name: value.numpy() for name, value in streams.items()}
+    return arrays_fingerprint(arrays, {})
 
 
 def _files_beside(model: Path) -> dict[str, str]:
@@ -415,7 +414,7 @@ def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> N
     save_file(tensors, target.with_suffix(".tmp"))
     os.replace(target.with_suffix(".tmp"), target)
     # From here on all ranks have saved theirs, and the first has written the layer.
-    hashes = ranks.share(lambda: checksum(tensors))
+    hashes = ranks.share(lambda: _hash_of(tensors))
 
     def note() -> None:
         record = {

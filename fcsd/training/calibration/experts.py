@@ -75,13 +75,17 @@ class Call:
             id(self.choices): self.choices[tokens, slots][:, None].to(device),
             id(self.weights): self.weights[tokens, slots][:, None].to(device),
         }
-        args = [slices.get(id(value), value) for value in self.args]
-        kwargs = {
-            name: slices.get(id(value), value) for name, value in self.kwargs.items()
-        }
+        args, kwargs = self._with(slices)
         out = first_tensor(module(*args, **kwargs))
         assert out is not None
         return tokens, out
+
+    def _with(self, tensors: dict[int, Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments with other tensors in the place of some, by their ids."""
+        args = tuple(tensors.get(id(value), value) for value in self.args)
+        return args, {
+            name: tensors.get(id(value), value) for name, value in self.kwargs.items()
+        }
 
     def to(self, device: torch.device) -> Call:
         """Move the tensors of the call to a device."""
@@ -90,8 +94,7 @@ class Call:
             for value in (self.hidden, self.choices, self.weights)
         }
         return Call(
-            tuple(moved.get(id(value), value) for value in self.args),
-            {name: moved.get(id(value), value) for name, value in self.kwargs.items()},
+            *self._with(moved),
             moved[id(self.hidden)],
             moved[id(self.choices)],
             moved[id(self.weights)],
@@ -162,9 +165,7 @@ def fold_reads(
     def parts(number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch_index, (route, (x, y)) in enumerate(zip(routes, pairs, strict=True)):
             chosen = (route == number).any(-1)
-            held_out = work.text.held_out[batch_index][:, None]
-            is_tested = work.rows(held_out, batch_index)[chosen, 0]
-            yield is_tested, x[chosen], y[chosen]
+            yield work.tested(batch_index)[chosen], x[chosen], y[chosen]
 
     # The residuals of a solution are relative to the squares of its y: times these, they
     # add up over the experts.
@@ -302,13 +303,9 @@ def _solve(
     parts: for each batch, which tokens (N_e,) the map is tested on, and x and y
     (N_e, D).
     """
-    problem, held_out = work.problems()
-    for is_tested, x, y in parts:
-        for rows, sums in ((~is_tested, problem), (is_tested, held_out)):
-            sums.add(
-                x[rows.to(x.device)].to(work.device),
-                y[rows.to(y.device)].to(work.device),
-            )
+    problem, held_out = problems = work.problems()
+    for part in parts:
+        work.add(problems, *part)
     problem.sum_over(work.ranks)
     held_out.sum_over(work.ranks)
     # Too few tokens to determine a map: the expert keeps the prior.

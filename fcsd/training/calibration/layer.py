@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.hooks import After, Before, Stopped, first_tensor, hidden_states, hooked
-from fcsd.data.batches import Batch, real_tokens
+from fcsd.data.batches import real_tokens
 from fcsd.parallel.launch import ALONE, Ranks
 from fcsd.training.calibration.experts import fold_adds, fold_reads
 from fcsd.training.calibration.left_out import LeftOut
 from fcsd.training.calibration.roles import Group, Roles, Side, roles_of
-from fcsd.training.calibration.state import Models, State, Text, Work, to
+from fcsd.training.calibration.state import Models, State, Text, Work, move_past, to
 
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
@@ -52,8 +52,7 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
         result["adds"] = _fold_adds(work, roles.groups, ridge, held_out)
     if roles.experts:
         result["experts"] = fold_adds(work, roles.experts)
-    for batch_index in range(len(work.batches)):
-        work.student[batch_index] = to(work.step(batch_index), "cpu")
+    move_past(work.models.student_step, work.index, work.batches, work.student)
     return result | {"held_out": held_out}
 
 
@@ -66,7 +65,11 @@ def _fold_reads(
     held_out: receives the same residuals on the held-out rows.
     """
     branches, experts = roles.sides, roles.experts
-    expert_readers = experts.readers if experts else ()
+    expert_readers = set(experts.readers) if experts else set()
+
+    def feeds_experts(branch: Side) -> bool:
+        return bool(expert_readers) and expert_readers <= set(branch.readers)
+
     teacher_inputs = _teacher(work, branches)
     residuals: dict[str, list[float]] = {}
     # Where the MLP reads an outdated stream, no branch's input depends on another
@@ -81,10 +84,9 @@ def _fold_reads(
         for batch_index, ys in enumerate(teacher_inputs):
             xs = _inputs(work, batch_index, round_branches)
             for branch, problem in problems.items():
-                x = xs[branch.modules[0]]
-                y = ys[branch.modules[0]].to(work.device)
-                work.add(problem, batch_index, x, y)
-                if expert_readers and set(expert_readers) <= set(branch.readers):
+                x, y = xs[branch.modules[0]], ys[branch.modules[0]]
+                work.add(problem, work.tested(batch_index), x, y)
+                if feeds_experts(branch):
                     expert_inputs.append(x.cpu())
         for branch, problem in problems.items():
             name = branch.modules[0]
@@ -101,11 +103,7 @@ def _fold_reads(
                 solution.map,
                 "reads",
             )
-            if (
-                experts
-                and expert_readers
-                and set(expert_readers) <= set(branch.readers)
-            ):
+            if experts and feeds_experts(branch):
                 pairs = [
                     (x, ys[name])
                     for x, ys in zip(expert_inputs, teacher_inputs, strict=True)
@@ -121,13 +119,10 @@ def _teacher(work: Work, branches: list[Side]) -> list[dict[str, Tensor]]:
     """
     layer, branch_inputs = work.models.teacher.layers[work.index], []
     for batch_index, batch in enumerate(work.batches):
-        stream = to(work.teacher[batch_index], work.device)
         with _inputs_of(layer, branches) as inputs:
             stream = work.models.teacher_step(
-                work.index, to(batch, work.device), stream
+                work.index, batch, work.teacher[batch_index]
             )
-        # Between layers, streams stay in main memory, so that the device's memory
-        # does not grow with the text.
         work.teacher[batch_index] = to(stream, "cpu")
         branch_inputs.append(
             {
@@ -139,44 +134,15 @@ def _teacher(work: Work, branches: list[Side]) -> list[dict[str, Tensor]]:
 
 
 def _inputs(work: Work, batch_index: int, branches: list[Side]) -> dict[str, Tensor]:
-    """Return the inputs of the student's branches: computed by its norms alone, or by
-    the layer, which runs until all of them are known.
+    """Return the inputs of the student's branches, computed by the layer, which runs
+    until all of them are known.
     """
-    family = work.models.student.family
-    names = family.in_norm, family.mlp_norm
-    # In a plain pre-norm layer both inputs are norms of the stream before the layer.
-    # They need neither attention nor experts.
-    plain = work.layer.farskip_plan.outdated and (family.layout, family.residual) == (
-        "pre_norm",
-        "sum",
-    )
-    if plain and isinstance(names[0], str) and isinstance(names[1], str):
-        return _normed(work, batch_index, branches, names[0], names[1])
     with (
         _inputs_of(work.layer, branches, stop=True) as inputs,
         contextlib.suppress(Stopped),
     ):
         work.step(batch_index)
     return {name: work.rows(value, batch_index) for name, value in inputs.items()}
-
-
-@torch.no_grad()
-def _normed(
-    work: Work, batch_index: int, branches: list[Side], in_norm: str, mlp_norm: str
-) -> dict[str, Tensor]:
-    family = work.models.student.family
-    stream = to(work.student[batch_index], work.device)
-    norms = getattr(work.layer, family.norms) if family.norms else work.layer
-    inputs: dict[str, Tensor] = {}
-    for branch in branches:
-        name = branch.modules[0]
-        is_mlp = name == family.moe
-        # Attention reads the partial stream where a routed output is in flight; the
-        # outdated input of the MLP is the stream before this layer's attention.
-        x = stream["o"] if is_mlp else stream.get("partial", stream["o"])
-        norm = getattr(norms, mlp_norm if is_mlp else in_norm)
-        inputs[name] = work.rows(norm(x), batch_index)
-    return inputs
 
 
 def _fold_adds(
@@ -193,7 +159,7 @@ def _fold_adds(
             - stream["o"].double()
         )
         y = work.rows(error, batch_index) + sum(x)
-        work.add(problem, batch_index, torch.cat(x, -1), y)
+        work.add(problem, work.tested(batch_index), torch.cat(x, -1), y)
     solution = work.solve(problem, ridge, "outputs of its branches")
     # B (K·D, D) is one map above the other, in the order of the groups.
     if solution.map is not None:
@@ -289,24 +255,10 @@ def walk(
                 result = calibrate_layer(work, ridge)
                 state.results.append(result)
             elif index < end:
-                _hand_on(models, state, text.batches, index)
+                if state.student is not None:
+                    move_past(models.student_step, index, text.batches, state.student)
+                move_past(models.teacher_step, index, text.batches, state.teacher)
             if left_out is not None:
                 left_out.behind_folding(models, index)
             state.next_layer = index + 1
             yield result
-
-
-def _hand_on(
-    models: Models, state: State, batches: Sequence[Batch], index: int
-) -> None:
-    for batch_index, batch in enumerate(batches):
-        batch = to(batch, models.device)
-        if state.student is not None:
-            stream = to(state.student[batch_index], models.device)
-            state.student[batch_index] = to(
-                models.student.step(index, batch, stream), "cpu"
-            )
-        stream = to(state.teacher[batch_index], models.device)
-        state.teacher[batch_index] = to(
-            models.teacher_step(index, batch, stream), "cpu"
-        )

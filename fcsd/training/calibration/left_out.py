@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from fcsd.base.stats import ratio
 from fcsd.data.batches import NO_LOSS, Batch, next_token_targets, real_tokens
 from fcsd.parallel.launch import Ranks
-from fcsd.training.calibration.state import Models, batches_of, first_stream, to
+from fcsd.training.calibration.state import (
+    Models,
+    batches_of,
+    first_stream,
+    move_past,
+    to,
+)
 from fcsd.training.calibration.steps import Stream
 from fcsd.training.losses.heldout_kl import kl_sum
 
@@ -34,14 +40,13 @@ class LeftOut:
     """A rank's share of the rows that no map is solved on, and their streams before the
     next layer.
 
-    streams: for each of `NAMES`, one stream a batch. sizes: the number of rows in each
-    batch, of all ranks.
+    streams: for each of `NAMES`, one stream a batch. num_batches: of all ranks.
     """
 
     def __init__(self, rows: Sequence[Any], ranks: Ranks) -> None:
         self.ranks = ranks
         batches = batches_of(rows)
-        self.sizes = [len(batch["input_ids"]) for batch in batches]
+        self.num_batches = len(batches)
         self.batches: list[Batch] = ranks.deal(batches)
         self.streams: dict[str, list[Stream]] = {}
 
@@ -56,24 +61,13 @@ class LeftOut:
         """Move the two streams of the source's weights past a layer that is loaded,
         before a map is folded into it.
         """
-        for number, batch in enumerate(self.batches):
-            batch = to(batch, models.device)
-            stream = to(self.streams[ORIGINAL][number], models.device)
-            self.streams[ORIGINAL][number] = to(
-                models.teacher_step(index, batch, stream), "cpu"
-            )
-            stream = to(self.streams[COPIED][number], models.device)
-            self.streams[COPIED][number] = to(
-                models.student.step(index, batch, stream), "cpu"
-            )
+        move_past(models.teacher_step, index, self.batches, self.streams[ORIGINAL])
+        move_past(models.student_step, index, self.batches, self.streams[COPIED])
 
     def behind_folding(self, models: Models, index: int) -> None:
         """Move the stream of the calibrated weights past a layer."""
         # The layer's weights have their maps folded in by now.
-        for number, batch in enumerate(self.batches):
-            stream = to(self.streams[CALIBRATED][number], models.device)
-            stream = models.student.step(index, to(batch, models.device), stream)
-            self.streams[CALIBRATED][number] = to(stream, "cpu")
+        move_past(models.student_step, index, self.batches, self.streams[CALIBRATED])
 
     @torch.no_grad()
     def kl(self, models: Models, head: nn.Linear) -> dict[str, Any]:
@@ -82,9 +76,8 @@ class LeftOut:
         call this, after the last layer.
         """
         config = models.student.model.config
-
-        def measure() -> list[list[tuple[int, dict[str, float]]]]:
-            batches = []
+        # In the order of the batches, the sums do not depend on the number of ranks.
+        with self.ranks.sharing(range(self.num_batches), lambda: None) as share:
             for number, batch in enumerate(self.batches):
                 hidden = {
                     name: models.student.end(
@@ -93,22 +86,13 @@ class LeftOut:
                     for name, streams in self.streams.items()
                 }
                 # One sum for each row: rows are the units of the standard error.
-                batches.append(
+                share.results.append(
                     [
                         _row(hidden, numbered, head, config)
                         for numbered in enumerate(_predicting(batch))
                     ]
                 )
-            return batches
-
-        shares = self.ranks.share(measure)
-        # Batches were dealt out to the ranks in turn. In their original order, the sums
-        # do not depend on the number of ranks.
-        rows = [
-            row
-            for index in range(len(self.sizes))
-            for row in shares[index % self.ranks.size][index // self.ranks.size]
-        ]
+        rows = [row for batch_rows in share.results for row in batch_rows]
         counts = [count for count, _ in rows]
         measured = {
             name: ratio([sums[name] for _, sums in rows], counts)

@@ -10,6 +10,7 @@ Not covered: quantised checkpoints, whose tensors the quantisation method names.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -21,14 +22,17 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fcsd.base.files import safetensors_header
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.checkpoint import Checkpoint
-from fcsd.model.connectivity.load import config_and_class, implementations
+from fcsd.model.connectivity.load import load_folder
 from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.dtypes import PLAIN
 from fcsd.model.families.structure import output_head
+from fcsd.model.saved_dtypes import names_in_files
 from fcsd.training.calibration.roles import Place
 from fcsd.training.calibration.state import Models
 from fcsd.training.calibration.steps import Steps, Stream
@@ -48,35 +52,39 @@ class Layerwise(Models):
     ) -> None:
         assert checkpoint.family is not None
         self.checkpoint = checkpoint
-        config, cls = config_and_class(
-            checkpoint,
-            connectivity,
-            experts_implementation=options.get("experts_implementation"),
-        )
-        with torch.device("meta"), implementations(checkpoint.folder, options):
-            self.model = cls._from_config(config, dtype=torch.float32, **options).eval()
+        self.model: Any = load_folder(
+            checkpoint.folder, connectivity=connectivity, weights=False, **options
+        ).float()
         steps = Steps(self.model, checkpoint.family)
         super().__init__(steps, steps, device)
         names = {module: name for name, module in self.model.named_modules()}
         self.stack = next(
             name for module, name in names.items() if module is self.student.layers
         )
-        head = f"{names[output_head(self.model)]}."
+        self._head = names[output_head(self.model)]
         # The rest of the model (embeddings, final norm) is small enough to stay loaded;
         # the head is loaded by `head` when it is needed.
         outside = (
             name
             for name in self.model.state_dict()
-            if not name.startswith((f"{self.stack}.", head))
+            if not name.startswith((f"{self.stack}.", f"{self._head}."))
         )
         self.files = {
             name: file
             for file in checkpoint.weight_files
             for name in safetensors_header(checkpoint.folder / file)[0]
         }
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes = {
+            name: PLAIN[checkpoint.dtypes[in_file]]
+            for name, in_files in names_in_files(self.model).items()
+            for in_file in (*in_files, name)
+            if checkpoint.dtypes.get(in_file) in PLAIN
+        }
         self._load(outside)
-        self._fill_buffers(self.model, self.stack)
+        in_layers = {*self.student.layers.modules()}
+        self._fill_buffers(
+            module for module in self.model.modules() if module not in in_layers
+        )
 
     def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
         with rewire.regular(self.model):
@@ -87,7 +95,7 @@ class Layerwise(Models):
         layer: nn.Module = self.student.layers[index]
         prefix = f"{self.stack}.{index}"
         self._load(f"{prefix}.{name}" for name in layer.state_dict())
-        self._fill_buffers(layer)
+        self._fill_buffers(layer.modules())
         try:
             yield
         finally:
@@ -122,11 +130,9 @@ class Layerwise(Models):
 
     def head(self) -> nn.Linear:
         """Load the output head, which no layer needs, and return it."""
-        head = output_head(self.model)
-        name = next(
-            name for name, module in self.model.named_modules() if module is head
-        )
-        names = [f"{name}.{parameter}" for parameter in head.state_dict()]
+        names = [
+            f"{self._head}.{name}" for name in output_head(self.model).state_dict()
+        ]
         state = self.model.state_dict()
         if (
             self._in_files({name: state[name] for name in names}).keys()
@@ -154,27 +160,16 @@ class Layerwise(Models):
         from transformers.utils import logging
 
         state = self.model.state_dict()
-        owners = {
-            name: self.model.get_submodule(name.rpartition(".")[0]) for name in names
-        }
-        # A tied weight is in the files under its other name, and is tied when that is
-        # loaded.
-        stored_names = [
-            name
-            for name, owner in owners.items()
-            if not getattr(owner, "_is_tied", False)
-        ]
+        loaded = list(names)
         with contextlib.ExitStack() as opened:
-            slices: dict[str, Any] = {}
-            by_file: dict[str, Any] = {}
-            for name in self._in_files({name: state[name] for name in stored_names}):
-                file = self.files[name]
-                if file not in by_file:
-                    by_file[file] = opened.enter_context(
-                        safe_open(self.checkpoint.folder / file, framework="pt")
-                    )
-                slices[name] = by_file[file].get_slice(name)
-            self._note_dtypes(stored_names, slices)
+
+            @functools.cache
+            def file(name: str) -> Any:
+                path = self.checkpoint.folder / name
+                return opened.enter_context(safe_open(path, framework="pt"))
+
+            in_files = self._in_files({name: state[name] for name in loaded})
+            slices = {name: file(self.files[name]).get_slice(name) for name in in_files}
             settings = LoadStateDictConfig(
                 device_map={"": self.device},
                 # The dtype to compute in; `fold` rounds to the files' dtype.
@@ -186,60 +181,34 @@ class Layerwise(Models):
         # transformers records only this load's conversions, and would use them to
         # convert all others back.
         self.model._weight_conversions = None
-        for name in stored_names:
+        for name in loaded:
             if self.model.get_parameter_or_buffer(name).is_meta:
                 raise AssertionError(
                     f"{self.checkpoint.folder}: '{name}' was not loaded"
                 )
 
-    def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
-        """Record the dtype in the files for each tensor of the model that was loaded."""
-        dtypes = {
-            name: value[:0].dtype for name, value in slices.items() if value.get_shape()
-        }
-        kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
-        state = self.model.state_dict() if len(kinds) > 1 else {}
-        for name in names:
-            # With a single dtype there is nothing to look up. Conversions may need
-            # several weights at the same time, so they are called only if needed.
-            in_files = self._in_files({name: state[name]}) if state else {}
-            self._dtypes[name] = next(
-                (dtypes[file_name] for file_name in in_files if file_name in dtypes),
-                next(iter(kinds)),
-            )
-
     @torch.no_grad()
-    def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:
+    def _fill_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Compute the buffers that no file holds by the model's own initialisation, as
         `from_pretrained` does.
         """
-        if leave_out:
-            excluded = set(self.model.get_submodule(leave_out).modules())
-        else:
-            excluded = set()
-        for module in root.modules():
+        # Of the models that contain a module the innermost one comes last.
+        bodies: dict[nn.Module, Any] = {
+            module: body
+            for body in self.model.modules()
+            if isinstance(body, PreTrainedModel)
+            for module in body.modules()
+        }
+        for module in modules:
             meta = {
                 name: buffer
                 for name, buffer in module.named_buffers(recurse=False)
                 if buffer.is_meta
             }
-            if module in excluded or not meta:
-                continue
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty_like(buffer, device=self.device)
-            self._body_of(module)._init_weights(module)
-
-    def _body_of(self, module: nn.Module) -> Any:
-        """Return the innermost transformers model that contains a module."""
-        from transformers import PreTrainedModel
-
-        body: Any = self.model
-        for candidate in self.model.modules():
-            if isinstance(candidate, PreTrainedModel) and any(
-                m is module for m in candidate.modules()
-            ):
-                body = candidate
-        return body
+            if meta:
+                bodies[module]._init_weights(module)
 
 
 def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
@@ -328,13 +297,3 @@ def damage_of_copies(
                 copy[span] = original[span]
         copy.flush()
     return None
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the SHA-256 over names, dtypes, shapes and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(data.numpy().data if data.numel() else b"")
-    return digest.hexdigest()

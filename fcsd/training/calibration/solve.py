@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.base.errors import UserError
@@ -81,8 +82,6 @@ class LeastSquares:
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the sums of all ranks. All of them call this."""
         if ranks.size > 1:
-            import torch.distributed as dist
-
             for tensor in (self.xx, self.xy, self.yy, self.different, self.rows):
                 dist.all_reduce(tensor)
 
@@ -132,8 +131,6 @@ class LeastSquares:
         matrix = torch.cholesky_solve(self.xy + weight * prior, factor)
         # Devices may round differently; the weights have to agree on all ranks.
         if ranks.size > 1:
-            import torch.distributed as dist
-
             dist.broadcast(matrix, 0)
         return Solution(matrix, prior_residual, self.residual(matrix))
 
@@ -151,8 +148,6 @@ class LeastSquares:
         `prior`. Otherwise the map is None, and the caller uses `prior`. Raises as
         `solve`.
         """
-        if prior is None:
-            prior = self._identities()
         # A map that only fits its sample is worse than none on the held-out rows.
         matrix = self.solve(ridge, name, ranks, prior).map
         prior_residual = held_out.residual(prior)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,13 @@ class Models:
     def __init__(self, student: Steps, teacher: Steps, device: torch.device):
         self.student, self.teacher, self.device = student, teacher, device
 
+    def student_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
+        """Return the student's stream after layer `index`, on the device."""
+        return self.student.step(index, to(batch, self.device), to(stream, self.device))
+
     def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
-        """Return the teacher's stream after layer `index`."""
-        return self.teacher.step(index, batch, stream)
+        """Return the teacher's stream after layer `index`, on the device."""
+        return self.teacher.step(index, to(batch, self.device), to(stream, self.device))
 
     def layer(self, index: int) -> contextlib.AbstractContextManager[Any]:
         """Keep the weights of a layer in memory within the block."""
@@ -156,12 +160,9 @@ class Work:
 
     def step(self, batch_index: int) -> Stream:
         """Return the student's stream of a batch after the layer."""
-        # Streams are stored in main memory between the layers.
-        batch, stream = (
-            to(values, self.device)
-            for values in (self.batches[batch_index], self.student[batch_index])
+        return self.models.student_step(
+            self.index, self.batches[batch_index], self.student[batch_index]
         )
-        return self.models.student.step(self.index, batch, stream)
 
     def rows(self, values: Tensor, batch_index: int) -> Tensor:
         """Select the values (N, ...) at the tokens of text of a batch."""
@@ -176,18 +177,25 @@ class Work:
         )
         return problem, held_out
 
+    def tested(self, batch_index: int) -> Tensor:
+        """Return which tokens of text of a batch, (N,), a map is tested on."""
+        return self.rows(self.text.held_out[batch_index][:, None], batch_index)[:, 0]
+
     def add(
         self,
         problems: tuple[LeastSquares, LeastSquares],
-        batch_index: int,
+        is_tested: Tensor,
         x: Tensor,
         y: Tensor,
     ) -> None:
-        """Add x (N, K·D) and y (N, D), the values at the tokens of text of a batch."""
-        held_out = self.text.held_out[batch_index][:, None]
-        is_tested = self.rows(held_out, batch_index)[:, 0]
+        """Add x (N, K·D) and y (N, D), the values at tokens of which some (N,) are
+        held out.
+        """
         for rows, sums in zip((~is_tested, is_tested), problems, strict=True):
-            sums.add(x[rows.to(x.device)], y[rows.to(y.device)])
+            sums.add(
+                x[rows.to(x.device)].to(self.device),
+                y[rows.to(y.device)].to(self.device),
+            )
 
     def solve(
         self, problems: tuple[LeastSquares, LeastSquares], ridge: float, name: str
@@ -205,6 +213,19 @@ class Work:
 def to(values: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
     """Move the tensors of a batch or stream to a device."""
     return {name: value.to(device) for name, value in values.items()}
+
+
+def move_past(
+    step: Callable[[int, Batch, Stream], Stream],
+    index: int,
+    batches: Sequence[Batch],
+    streams: list[Stream],
+) -> None:
+    """Move the streams of a rank's batches past a layer, in place."""
+    # Between layers, streams stay in main memory, so that the device's memory does not
+    # grow with the text.
+    for number, batch in enumerate(batches):
+        streams[number] = to(step(index, batch, streams[number]), "cpu")
 
 
 def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:

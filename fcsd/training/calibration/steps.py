@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity.layer import with_side_value
@@ -36,61 +36,18 @@ class _Reached(BaseException):
         self.value = value
 
 
-# `Module.__call__` is looked up on the class, so a layer is redirected by assigning its
-# `__class__`.
-
-
-def _called(cls: type, call: Callable[..., Any]) -> type:
-    """Return a subclass of the same name whose instances are called by `call`."""
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
-
-
 @functools.cache
-def _skipping(cls: type, side_output: str | None) -> type:
-    def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = self.__dict__.get("_kept_output", hidden_states)
-        return (kept, None) if side_output else kept
+def _redirected(cls: type) -> type:
+    """Return a subclass of the same name whose instances are called by their
+    `_kept_call`: `Module.__call__` is looked up on the class.
+    """
 
-    return _called(cls, __call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._kept_call(*args, **kwargs)
 
-
-@functools.cache
-def _giving(cls: type, side_output: str | None) -> type:
-    def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        stream: Stream = self._kept_stream
-        return (stream["o"], stream.get("side")) if side_output else stream["o"]
-
-    return _called(cls, __call__)
-
-
-@functools.cache
-def _reached(cls: type, side_output: str | None, begins: str | None = None) -> type:
-    base_call: Any = cls.__call__
-
-    def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        stream: Stream | None = self._kept_stream
-        # Without a stream, only the layer's input is wanted: the layer does not run.
-        if stream is None:
-            raise _Reached({"o": hidden_states})
-        states: Any = stream["o"]
-        # Rewired layers take `partial` as they return it; see `_stream`.
-        if side_output:
-            side: Any = stream.get("side")
-            if "partial" in stream:
-                side = (stream["partial"], side)
-            args, kwargs = with_side_value(side_output, args, kwargs, side)
-        elif "partial" in stream:
-            states = (stream["o"], stream["partial"])
-        out = base_call(self, states, *args, **kwargs)
-        after = _stream(out, side_output)
-        if begins:
-            sources = args[0]
-            if getattr(self, begins):
-                sources = torch.cat([sources, stream["o"].unsqueeze(-2)], dim=-2)
-            after["sources"] = sources
-        raise _Reached(after)
-
-    return _called(cls, __call__)
+    return type(
+        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
+    )
 
 
 def _stream(out: Any, side_output: str | None) -> Stream:
@@ -120,13 +77,36 @@ class Steps:
         """Return the stream after layer `index` when its input is `stream`; without a
         stream, return the layer's input in a pass of the model.
         """
-        kind = functools.partial(_reached, begins=self.family.block_begins)
-        with self._only(index, stream, kind):
-            # The pass ends in `_reached`: layers after the target never run.
+        layer, family = self.layers[index], self.family
+        base_call: Any = type(layer).__call__
+
+        def call(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            # Without a stream, only the layer's input is wanted: the layer does not
+            # run.
+            if stream is None:
+                raise _Reached({"o": hidden_states})
+            states: Any = stream["o"]
+            # Rewired layers take `partial` as they return it; see `_stream`.
+            if family.side_output:
+                side: Any = stream.get("side")
+                if "partial" in stream:
+                    side = (stream["partial"], side)
+                args, kwargs = with_side_value(family.side_output, args, kwargs, side)
+            elif "partial" in stream:
+                states = (stream["o"], stream["partial"])
+            out = base_call(layer, states, *args, **kwargs)
+            after = _stream(out, family.side_output)
+            if family.block_begins:
+                sources = args[0]
+                if getattr(layer, family.block_begins):
+                    sources = torch.cat([sources, stream["o"].unsqueeze(-2)], dim=-2)
+                after["sources"] = sources
+            raise _Reached(after)
+
+        with self._only(index, stream, call):
+            # The pass ends in `call`: layers after the target never run.
             try:
-                body_hidden(
-                    self.model, batch["input_ids"], batch["position_ids"], None, None
-                )
+                body_hidden(self.model, batch["input_ids"], batch["position_ids"], None)
             except _Reached as reached:
                 output: Stream = reached.value
                 return output
@@ -139,40 +119,46 @@ class Steps:
         """Return the hidden states (B, T, D) after the final norm, where `stream` is
         the last layer's output.
         """
-        with self._only(len(self.layers) - 1, stream, _giving):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.family.side_output:
+                return stream["o"], stream.get("side")
+            return stream["o"]
+
+        with self._only(len(self.layers) - 1, stream, call):
             hidden = body_hidden(
-                self.model, batch["input_ids"], batch["position_ids"], None, None
+                self.model, batch["input_ids"], batch["position_ids"], None
             )
         return hidden.unflatten(0, batch["input_ids"].shape)
 
     @contextlib.contextmanager
     def _only(
-        self,
-        index: int,
-        stream: Stream | None,
-        kind: Callable[[type, str | None], type],
+        self, index: int, stream: Stream | None, call: Callable[..., Any]
     ) -> Iterator[None]:
         """Skip the layers before `index` within the block, and replace the call of that
-        one by `kind`.
+        one.
         """
-        # The classes are changed and not the instances, because calls are looked up on
-        # the class; hooks and weights stay where they are.
-        side_output = self.family.side_output
-        classes: list[Any] = [type(layer) for layer in self.layers]
-        target: nn.Module = self.layers[index]
-        for k, layer in enumerate(self.layers[:index]):
-            layer.__class__ = _skipping(classes[k], side_output)
-        for k, output in self._block_ends(index, stream):
-            self.layers[k].__dict__["_kept_output"] = output
-        target.__class__ = kind(classes[index], side_output)
-        target.__dict__["_kept_stream"] = stream
+        ends = dict(self._block_ends(index, stream))
+
+        def skipping(k: int) -> Callable[..., Any]:
+            def skip(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+                output = ends.get(k, hidden_states)
+                return (output, None) if self.family.side_output else output
+
+            return skip
+
+        # Hooks and weights stay where they are.
+        calls = [*map(skipping, range(index)), call]
+        classes: list[Any] = [type(layer) for layer in self.layers[: index + 1]]
+        for layer, replacement, cls in zip(self.layers, calls, classes, strict=False):
+            layer.__class__ = _redirected(cls)
+            layer.__dict__["_kept_call"] = replacement
         try:
             yield
         finally:
-            del target.__dict__["_kept_stream"]
-            for layer, cls in zip(self.layers, classes, strict=True):
+            for layer, cls in zip(self.layers, classes, strict=False):
                 layer.__class__ = cls
-                layer.__dict__.pop("_kept_output", None)
+                del layer.__dict__["_kept_call"]
 
     def _block_ends(
         self, index: int, stream: Stream | None

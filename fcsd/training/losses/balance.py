@@ -25,8 +25,7 @@ Not covered: routers that choose by other scores than logits get the loss of the
 of their logits, as in transformers; text between examples is none.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Batch, counted_tokens
 from fcsd.model.families.choices import Recording, Routed, recording
-from fcsd.model.families.routers import find_routers
+from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
 from fcsd.training.config import UpdateConfig
 from fcsd.training.meters import Meters
@@ -86,18 +85,16 @@ class Balance:
         self.over = train.balance_loss_over
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
         self.routers = find_routers(student)
-        self.biases = _biases(student) if self.bias_rate is not None else []
+        self.biases = []
+        if self.bias_rate is not None:
+            self.biases = _biases(unwrapped(student), self.routers)
         # Choices of the present step, over all ranks, [layers, experts].
         self.loads: Tensor | None = None
         self.num_tokens = 1  # counted ones of that step, over all ranks
 
-    @contextmanager
-    def recorded(self, model: nn.Module) -> Iterator[Recording]:
+    def recorded(self, model: nn.Module) -> AbstractContextManager[Recording]:
         """Record the routers' choices in a forward pass within the block."""
-        with recording(
-            unwrapped(model), with_gradient=self.coefficient is not None
-        ) as record:
-            yield record
+        return recording(unwrapped(model), with_gradient=self.coefficient is not None)
 
     def begin_step(self, num_tokens: int) -> None:
         """Start counting the loads of a step with this many counted tokens."""
@@ -121,8 +118,7 @@ class Balance:
                 for route, router in zip(counted_routes, self.routers, strict=True)
             ]
         )
-        if self.accelerator.num_processes > 1:
-            loads = self.accelerator.reduce(loads, "sum")
+        loads = self.accelerator.reduce(loads, "sum")
         self.loads = loads if self.loads is None else self.loads + loads
         total = flat.new_zeros((), dtype=torch.float32)
         if self.coefficient is None:
@@ -175,12 +171,12 @@ class Balance:
             bias.copy_(torch.tensor(values))
 
 
-def _biases(student: nn.Module) -> list[Tensor]:
+def _biases(owner: Any, routers: list[Router]) -> list[Tensor]:
     """Return the bias of each MoE layer that is added to the scores for the choice
     alone.
     """
-    owner, tensors = unwrapped(student), []
-    for router in find_routers(student):
+    tensors = []
+    for router in routers:
         block = owner.get_submodule(router.name.rpartition(".")[0])
         named = [*block.named_buffers(), *block.named_parameters()]
         # A family names it one way or the other.

@@ -21,7 +21,6 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -149,7 +148,6 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
 
     The training forward takes
         input_ids, position_ids: (B, T).
-        attention_mask: None when rows are packed.
         keep: the positions that enter the loss, (B, T) bool, or (N,) int64 indices into
             the B * T positions (no host synchronisation on an accelerator); None: all.
             Position t predicts token t+1 (`fcsd.data.batches.next_token_targets`).
@@ -220,7 +218,6 @@ def _training_forward(
     model: Any,
     input_ids: Tensor,
     position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
     keep: Tensor | None = None,
     *,
     objective: Any,
@@ -228,9 +225,7 @@ def _training_forward(
 ) -> LossOutput:
     target = Target(objective, **fields) if objective != "hidden" else None
     head, body = head_and_body(model)
-    hidden = body_hidden(
-        model, input_ids, position_ids, attention_mask, keep, body=body
-    )
+    hidden = body_hidden(model, input_ids, position_ids, keep, body=body)
     if target is None:
         return LossOutput(hidden=hidden)
     # Called as a module, so that the head's own hooks run.
@@ -244,7 +239,6 @@ def body_hidden(
     model: Any,
     input_ids: Tensor,
     position_ids: Tensor | None,
-    attention_mask: Tensor | None,
     keep: Tensor | None,
     *,
     body: nn.Module | None = None,
@@ -252,19 +246,13 @@ def body_hidden(
     """Compute the (N, D) hidden states of the kept positions after the final norm,
     bypassing the model's own forward. body: of the model; None: it is looked up.
     """
-    config = model.config
-    may_be_packed = attention_mask is None and position_ids is not None
-    masks: Any = attention_mask
-    if (
-        may_be_packed
-        and position_ids is not None
-        and "flash" in (config._attn_implementation or "")
-    ):
+    config, masks = model.config, None
+    if position_ids is not None and "flash" in (config._attn_implementation or ""):
         # transformers passes position ids to the variable-length kernels for a single
         # row only, and would let packed examples see each other in a batch of several
         # rows. Every row starts at position 0, so one long row is equivalent.
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    elif may_be_packed and packing_of(config) == "given_masks":
+    elif position_ids is not None and packing_of(config) == "given_masks":
         shape = torch.empty(
             *input_ids.shape, 1, dtype=model.dtype, device=input_ids.device
         )
@@ -311,7 +299,7 @@ def final_hidden(
             keep=keep,
             objective="hidden",
         )["hidden"]
-    return body_hidden(model, input_ids, position_ids, None, keep, body=body)
+    return body_hidden(model, input_ids, position_ids, keep, body=body)
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -352,10 +340,5 @@ def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
     """Return how a model with this config keeps the examples of a packed row apart; see
     `Family.packing`.
     """
-    return _packing(config.model_type)
-
-
-@cache
-def _packing(model_type: str) -> Literal["position_ids", "given_masks", "leaks"]:
-    row = FAMILIES.get(base_model_type(model_type))
+    row = FAMILIES.get(base_model_type(config.model_type))
     return "position_ids" if row is None else row.packing

@@ -41,6 +41,11 @@ from fcsd.training.losses.objectives import KLObjectiveConfig
 
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
 
+
+def _as_it_is(row: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 PART_TOKENS = {"cpu": 512, "accelerator": 4096}
 """The longest part of a row with several examples. On a CPU a pass is fastest per token
 at 256 to 512 tokens; accelerators need many, and compute long attention fast.
@@ -53,10 +58,10 @@ def read_rows(
     *,
     model: nn.Module,
     device: torch.device,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
     trim: bool = False,
     bar: str | None = None,
-    around_row: AroundRow | None = None,
+    around_row: AroundRow = _as_it_is,
 ) -> list[Batch]:
     """Collate this rank's rows, one per batch, and let `prepare` add hidden states
     (kept tokens, D).
@@ -78,23 +83,22 @@ def read_rows(
     """
     batches: list[Batch] = []
 
-    def own_share() -> None:
-        own_rows = ranks.deal(range(len(rows)))
-        # Row 0 serves as the dummy: any row makes the pass run.
-        numbers = [*own_rows, *[0] * ranks.idle_passes(len(rows))]
-        for position, number in enumerate(_with_bar(numbers, bar, ranks)):
-            batch = {
-                name: value.to(device)
-                for name, value in Collator()([rows[number]]).items()
-            }
-            if trim:
-                batch = trim_padding(batch)
-            refuse_packing(model, batch["labels"], batch["position_ids"])
-            with _around(around_row, own_rows, position):
-                prepare(batch)
-            batches.append({name: value.cpu() for name, value in batch.items()})
+    def read(number: int) -> None:
+        batch = {
+            name: value.to(device) for name, value in Collator()([rows[number]]).items()
+        }
+        if trim:
+            batch = trim_padding(batch)
+        refuse_packing(model, batch["labels"], batch["position_ids"])
+        prepare(batch)
+        batches.append({name: value.cpu() for name, value in batch.items()})
 
-    ranks.share(own_share)  # an error of one rank is raised on all
+    # Row 0 serves as the dummy: any row makes the pass run.
+    with ranks.sharing(range(len(rows)), lambda: read(0)) as share:
+        for number, _ in _with_bar(share.items, bar, ranks):
+            with around_row(number):
+                read(number)
+            share.results.append(None)
     return batches
 
 
@@ -104,9 +108,9 @@ def sums_by_row(
     loss_sum: Callable[[Batch], Tensor],
     *,
     device: torch.device,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
     bar: str | None = None,
-    around_row: AroundRow | None = None,
+    around_row: AroundRow = _as_it_is,
 ) -> tuple[list[float], list[int]]:
     """Return the loss of each of `num_rows` rows, summed over tokens, and the number of
     its kept tokens; the same on all ranks.
@@ -115,33 +119,18 @@ def sums_by_row(
     them, on `device`.
     """
 
-    def own_share() -> list[tuple[float, int]]:
-        sums, own_rows = [], ranks.deal(range(num_rows))
-        for position, batch in enumerate(_with_bar(batches, bar, ranks)):
-            with _around(around_row, own_rows, position):
-                total = loss_sum(
-                    {name: value.to(device) for name, value in batch.items()}
-                )
-            sums.append(
-                (
-                    float(total),
-                    len(next_token_targets(batch["labels"], batch["position_ids"])[1]),
-                )
-            )
-        return sums[: len(own_rows)]  # without the dummy rows
+    def sum_and_count(batch: Batch) -> tuple[float, int]:
+        total = loss_sum({name: value.to(device) for name, value in batch.items()})
+        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+        return float(total), int(keep.sum())
 
-    by_rank = ranks.share(own_share)
-    # `deal` gives row r to rank r % size.
-    pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(num_rows)]
-    return [total for total, _ in pairs], [count for _, count in pairs]
-
-
-def _around(
-    around_row: AroundRow | None, own_rows: Sequence[int], position: int
-) -> contextlib.AbstractContextManager[None]:
-    if around_row is None or position >= len(own_rows):
-        return contextlib.nullcontext()
-    return around_row(own_rows[position])
+    # The dummy is this rank's last batch.
+    with ranks.sharing(range(num_rows), lambda: sum_and_count(batches[-1])) as share:
+        items = _with_bar(share.items, bar, ranks)
+        for (row, _), batch in zip(items, batches, strict=False):
+            with around_row(row):
+                share.results.append(sum_and_count(batch))
+    return [total for total, _ in share.results], [n for _, n in share.results]
 
 
 def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
@@ -193,7 +182,7 @@ def read_original(
     *,
     ranks: Ranks = ALONE,
     in_parts: bool = False,
-    around_row: AroundRow | None = None,
+    around_row: AroundRow = _as_it_is,
 ) -> OriginalOutputs:
     """Run the original over this rank's share of `rows`; all ranks call this.
 
@@ -253,9 +242,9 @@ def kl_by_row(
     model: PreTrainedModel,
     rows: Sequence[Any],
     *,
-    progress: bool = False,
+    bar: str | None = None,
     ranks: Ranks = ALONE,
-    around_row: AroundRow | None = None,
+    around_row: AroundRow = _as_it_is,
     hidden: list[Tensor] | None = None,
 ) -> tuple[list[float], list[int]]:
     """Return the sum of KL(original || model) in nats of each row, and its kept tokens;
@@ -274,7 +263,6 @@ def kl_by_row(
             hidden.append(states.cpu())
         return kl_sum(teacher, (states, heads[1], model.config))
 
-    bar = "KL to the original" if progress else None
     num_parts = len(original.part_rows)
     with evaluating(model):
         sums, counts = sums_by_row(
@@ -302,7 +290,7 @@ def mean_kl(
     rows: Sequence[Any],
     *,
     ranks: Ranks = ALONE,
-    around_row: AroundRow | None = None,
+    around_row: AroundRow = _as_it_is,
 ) -> dict[str, float | None]:
     """Compute the forward KL in nats per kept token, over `rows` of
     `fcsd.data.dataset.build_dataset`.
@@ -315,7 +303,12 @@ def mean_kl(
     too when no row keeps a token.
     """
     sums, counts = kl_by_row(
-        original, model, rows, progress=True, ranks=ranks, around_row=around_row
+        original,
+        model,
+        rows,
+        bar="KL to the original",
+        ranks=ranks,
+        around_row=around_row,
     )
     kl = ratio(sums, counts)
     return {"kl": kl.value, "stderr": kl.stderr, "num_tokens": sum(counts)}

@@ -53,7 +53,6 @@ _KEY_BYTES = 16
 _OPEN_SHARDS = 256  # memory-mapped at a time
 
 _RECORD = "record"
-_TENSORS = ("hidden", "keys", "ends", "sums")
 
 # shard, first and last + 1 of its hidden states, their checksum
 Place = tuple[str, int, int, int]
@@ -106,7 +105,6 @@ def write_shard(
     metadata = {
         "format": FORMAT,
         "teacher": _hash_of(identity),
-        "sha256": _checksum(tensors),
     }
     path = (
         folder
@@ -131,15 +129,6 @@ def _row_sum(hidden: Tensor) -> int:
     return zlib.crc32(data.data if data.size else b"")
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in _TENSORS:
-        digest.update(
-            tensors[name].contiguous().flatten().view(torch.uint8).numpy().data
-        )
-    return digest.hexdigest()
-
-
 def _hash_of(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -155,7 +144,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
         with safe_open(path, framework="pt") as file:
             metadata = _metadata(file)
             keys, ends = file.get_tensor("keys"), file.get_tensor("ends").tolist()
-            sums = file.get_tensor("sums").tolist() if "sums" in file.keys() else []  # noqa: SIM118
+            sums = file.get_tensor("sums").tolist()
             length = file.get_slice("hidden").get_shape()[0]
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size if path.is_file() else 0
@@ -195,15 +184,6 @@ def _layout(path: Path) -> tuple[int, int]:
     return start + begin, (end - begin) // max(hidden["shape"][0], 1)
 
 
-def verify_shard(path: Path) -> None:
-    """Read the whole shard and compare it with its checksum; UserError if they differ."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in _TENSORS}
-        expected = _metadata(file).get("sha256")
-    if _checksum(tensors) != expected:
-        raise UserError(f"{path}: its content does not match its checksum")
-
-
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
     """Raise UserError, with the differences, when the cache in `folder` was made from
     another teacher.
@@ -218,30 +198,17 @@ def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def write_manifest(folder: Path, locations: Iterable[Place]) -> dict[str, Any]:
-    """Mark the cache as complete: write its shards with their sizes, and the versions
-    that made them.
-    """
-    # Counted from the rows' places, so that only shards with a row are listed.
-    rows: dict[str, int] = {}
-    tokens: dict[str, int] = {}
-    for name, begin, end, _ in locations:
-        rows[name] = rows.get(name, 0) + 1
-        tokens[name] = tokens.get(name, 0) + end - begin
-    shards = {}
-    for name in sorted(rows):
-        num_bytes = (folder / name).stat().st_size
-        shards[name] = {
-            "bytes": num_bytes,
-            "rows": rows[name],
-            "tokens": tokens[name],
-        }
+    """Mark the cache as complete: list its shards, and the versions that made them."""
+    places = list(locations)
+    # Only shards with a row are listed.
+    names = sorted({name for name, *_ in places})
     manifest = {
         "format": FORMAT,
         "teacher": read_json(folder / TEACHER),
-        "rows": sum(rows.values()),
-        "tokens": sum(tokens.values()),
-        "bytes": sum(shard["bytes"] for shard in shards.values()),
-        "shards": shards,
+        "rows": len(places),
+        "tokens": sum(end - begin for _, begin, end, _ in places),
+        "bytes": sum((folder / name).stat().st_size for name in names),
+        "shards": names,
         "versions": versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -273,28 +240,22 @@ class HiddenCache:
             folder / MANIFEST, f"remove it, and run `{REPAIR}` to write it again"
         )
         self.places: dict[bytes, Place] = {}
-        for name, shard in self.manifest["shards"].items():
-            self.places |= self._index(folder / name, shard["bytes"], identity)
+        for name in self.manifest["shards"]:
+            self.places |= self._index(folder / name, identity)
         # A cache may have more shards than a process may map at a time.
         self._open = functools.lru_cache(_OPEN_SHARDS)(
             lambda name: safe_open(folder / name, framework="pt").get_slice("hidden")
         )
         self._layout = functools.lru_cache(None)(lambda name: _layout(folder / name))
 
-    def _index(
-        self, path: Path, size: int, identity: dict[str, Any]
-    ) -> dict[bytes, Place]:
+    def _index(self, path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
         advice = f"; run `{REPAIR}` to compute its rows again"
         if not path.is_file():
             raise UserError(
                 f"{path}: no such file, but {MANIFEST} names this shard{advice}"
             )
-        # Sizes and not hashes, which would read the whole cache before the first step.
-        if path.stat().st_size != size:
-            raise UserError(
-                f"{path}: is {path.stat().st_size} bytes long, {MANIFEST} says {size}:"
-                f" a damaged shard{advice}"
-            )
+        # Its rows are compared with their checksums when they are read: to compare all
+        # would read the whole cache before the first step.
         try:
             return read_shard(path, identity)
         except UserError as error:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.base.text import progress_bar
-from fcsd.base.writing import check_folder_place, is_empty, sweep, write_json
+from fcsd.base.text import progress_bar, size
+from fcsd.base.writing import check_folder_place, sweep, write_json
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.parallel.launch import Launch
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.cache import (
     MANIFEST,
-    REPAIR,
     TEACHER,
     HiddenCache,
     Place,
@@ -32,7 +31,6 @@ from fcsd.training.teachers.cache import (
     hidden_dtype,
     read_shard,
     row_keys,
-    verify_shard,
     write_manifest,
     write_shard,
 )
@@ -112,9 +110,9 @@ def fill_cache(
     tokens = sum(ranks.share(lambda: sum(_num_kept(row) for _, row in own_rows)))
     missing = sum(ranks.share(lambda: len(own_rows)))
     if missing:
-        size = tokens * identity["hidden_size"] * hidden_dtype(identity).itemsize
+        need = tokens * identity["hidden_size"] * hidden_dtype(identity).itemsize
         if launch.first:
-            _check_room(folder, size, missing, tokens)
+            _check_room(folder, need, missing, tokens)
         # All ranks have checked before the first rank writes, and continue when it has
         # written.
         launch.wait()
@@ -127,15 +125,7 @@ def fill_cache(
         if ranks.lockstep:
             rounds = max(ranks.share(lambda: len(batches)))
             batches += [spare] * (rounds - len(batches))
-        _compute(
-            folder,
-            identity,
-            batches,
-            len(own_rows),
-            load_teacher(),
-            launch,
-            show=launch.first,
-        )
+        _compute(folder, identity, batches, len(own_rows), load_teacher(), launch)
         launch.wait()
     if launch.first:
         # Also catches a folder that is local to each node.
@@ -153,13 +143,9 @@ def fill_cache(
 
 
 def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
-    check_folder_place(folder)
+    check_folder_place(folder, TEACHER, "teacher cache")
     if (folder / TEACHER).is_file():
         check_teacher(folder, identity)
-    elif folder.exists() and not is_empty(folder):
-        raise UserError(
-            f"{folder}: is not empty and holds no teacher cache; choose another folder"
-        )
     launch.wait()
     if launch.first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,22 +160,18 @@ def _num_kept(row: Row) -> int:
     return int(next_token_targets(batch["labels"], batch["position_ids"])[0].sum())
 
 
-def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
+def _check_room(folder: Path, need: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
     room_text = (
-        f"{rows} rows with {tokens} tokens with loss need {_gb(size)}; {_gb(free)} are"
+        f"{rows} rows with {tokens} tokens with loss need {size(need)}; {size(free)} are"
         f" free at {folder}"
     )
-    if size + _FREE_BYTES > free:
+    if need + _FREE_BYTES > free:
         raise UserError(
             f"teacher cache: {room_text}; set teacher.cache to another"
             " folder, or use less data (data.train.N.max_examples)"
         )
     print(f"teacher cache: {room_text}", file=sys.stderr)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def _compute(
@@ -199,13 +181,13 @@ def _compute(
     num_rows: int,
     teacher: Teacher,
     launch: Launch,
-    *,
-    show: bool,
 ) -> None:
     """Run the teacher on all batches, and write the first `num_rows` rows to shards."""
     shard_rows: list[tuple[bytes, Tensor]] = []
-    size, num_done = 0, 0
-    with progress_bar(total=num_rows, desc="Teacher", unit="row", shown=show) as bar:
+    num_bytes, num_done = 0, 0
+    with progress_bar(
+        total=num_rows, desc="Teacher", unit="row", shown=launch.first
+    ) as bar:
         for batch in batches:
             states = _hidden_of_rows(teacher, [row for _, row in batch], launch.device)
             # From here on the batches are dummies.
@@ -213,12 +195,12 @@ def _compute(
                 continue
             for (key, _), hidden in zip(batch, states, strict=True):
                 shard_rows.append((key, hidden))
-                size += hidden.numel() * hidden.element_size()
+                num_bytes += hidden.nbytes
             # A shard is finished immediately, so that an interrupted pass loses at most
             # one.
-            if size >= SHARD_BYTES:
+            if num_bytes >= SHARD_BYTES:
                 write_shard(folder, identity, shard_rows)
-                shard_rows, size = [], 0
+                shard_rows, num_bytes = [], 0
             num_done += len(batch)
             bar.update(len(batch))
         if shard_rows:
@@ -236,17 +218,11 @@ def _hidden_of_rows(
 
 
 def verify_cache(cache: HiddenCache) -> None:
-    """Read every shard and compare it with its checksum; UserError names the first
+    """Read every row and compare it with its checksum; UserError names the first shard
     whose content has changed.
     """
-    for name in progress_bar(cache.manifest["shards"], desc="Verifying", unit="shard"):
-        try:
-            verify_shard(cache.folder / name)
-        except UserError as error:
-            raise UserError(
-                f"{error}; remove the file, and run `{REPAIR}` to compute its rows"
-                " again"
-            ) from None
+    for key in progress_bar(cache.places, desc="Verifying", unit="row"):
+        cache.read([key])
 
 
 def spot_check(

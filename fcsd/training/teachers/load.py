@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,15 +27,14 @@ from fcsd.base.memory import free_memory
 from fcsd.model.connectivity.checkpoint import (
     Checkpoint,
     has_tokenizer,
-    read_checkpoint,
     read_config,
+    source_folder,
 )
-from fcsd.model.connectivity.load import config_and_class, implementations
 from fcsd.model.connectivity.spec import Connectivity, changed_by, field_text
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import moe_mask
 from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer
 from fcsd.model.saved_dtypes import declared_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
@@ -72,23 +69,14 @@ def unloaded(source: ModelFolder, dtype: torch.dtype | None = None) -> Unloaded:
     """Build the model of a checkpoint on the meta device, as a recipe's `model` section
     would load it; dtype: in which it computes then, None: in that in which it is loaded.
     """
-    model = source.config
-    checkpoint = read_checkpoint(source.folder)
-    config, cls = config_and_class(
-        checkpoint, experts_implementation=model.experts_implementation
-    )
-    if model.dtype == "auto":
+    checkpoint = source.checkpoint
+    if source.config.dtype == "auto":
         loaded_dtype = declared_dtype(checkpoint) or torch.float32
     else:
-        loaded_dtype = dtype_of(model.dtype)
-    dtype = loaded_dtype if dtype is None else dtype
-    options = model.model_dump(
-        include={"attn_implementation", "experts_implementation"}, exclude_none=True
-    )
-    # No storage is needed: only shapes, names and the config are read.
-    with torch.device("meta"), implementations(source.folder, options):
-        built = cls._from_config(config, dtype=dtype, **options)
-    return Unloaded(checkpoint, built, loaded_dtype, dtype)
+        loaded_dtype = dtype_of(source.config.dtype)
+    # Only shapes, names and the config are read.
+    model = load_checkpoint(source, weights=False)
+    return Unloaded(checkpoint, model, loaded_dtype, dtype or loaded_dtype)
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
@@ -137,49 +125,35 @@ def read_head(teacher: Unloaded) -> nn.Linear:
     `softcap` for the loss head; a tied head is read from the embeddings.
     """
     head = output_head(teacher.model)
-    prefix = next(
-        name for name, module in teacher.model.named_modules() if module is head
-    )
     loaded: Any = nn.Linear(
         head.in_features, head.out_features, bias=head.bias is not None, device="meta"
     )
     for name, parameter in head.named_parameters():
-        value = _tensor(teacher, f"{prefix}.{name}", tuple(parameter.shape))
+        value = _tensor(teacher, parameter)
         value = value.to(teacher.loaded_dtype).to(teacher.dtype)
         setattr(loaded, name, nn.Parameter(value, requires_grad=False))
     loaded.logit_scale, loaded.softcap = head_scaling(teacher.model.config)
     return loaded
 
 
-def _tensor(teacher: Unloaded, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(teacher: Unloaded, parameter: nn.Parameter) -> torch.Tensor:
+    """Read a parameter of the model from the files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # The files may have the tensor under the name of the tied embedding, and under the
     # names from before transformers' weight conversion.
-    tied = getattr(teacher.model, "all_tied_weights_keys", None) or {}
-    state = teacher.model.state_dict()
-    for parameter_name in (
-        tied.get(name, name),
-        name,
-        *(alias for alias, target in tied.items() if target == name),
-    ):
-        in_file = list(
-            revert_weight_conversion(
-                teacher.model, {parameter_name: state[parameter_name]}
-            )
-        )
-        for candidate in (*in_file, parameter_name):
-            if teacher.checkpoint.shapes.get(candidate) == shape:
-                return _read(teacher.checkpoint, candidate)
-    raise UserError(f"{teacher.checkpoint.folder}: has no tensor '{name}', the head")
-
-
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    for file_name in checkpoint.weight_files:
-        with safe_open(checkpoint.folder / file_name, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                return file.get_tensor(name)
-    raise UserError(f"{checkpoint.folder}: tensor '{name}' is in none of its files")
+    checkpoint, state = teacher.checkpoint, teacher.model.state_dict(keep_vars=True)
+    names = [name for name, tensor in state.items() if tensor is parameter]
+    for name in names:
+        in_files = revert_weight_conversion(teacher.model, {name: parameter})
+        for candidate in (*in_files, name):
+            if checkpoint.shapes.get(candidate) != parameter.shape:
+                continue
+            for file_name in checkpoint.weight_files:
+                with safe_open(checkpoint.folder / file_name, framework="pt") as file:
+                    if candidate in file.keys():  # noqa: SIM118
+                        return file.get_tensor(candidate)
+    raise UserError(f"{checkpoint.folder}: has no tensor '{names[-1]}', the head")
 
 
 @dataclass(frozen=True)
@@ -338,15 +312,8 @@ def tokenizer_of_model(model: Any, *, trust_remote_code: bool) -> Any:
     """Return the tokenizer beside the checkpoint that a model in memory was loaded
     from, if it is on this machine and can be read; otherwise None.
     """
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    folder = Path(name)
-    if name and not folder.is_dir():
-        # A name that cannot be one of the Hub raises.
-        cached: Any = None
-        with contextlib.suppress(HFValidationError):
-            cached = try_to_load_from_cache(name, "tokenizer_config.json")
-        folder = Path(cached).parent if isinstance(cached, str) else Path()
-    if not name or folder == Path() or not has_tokenizer(folder):
+    folder = source_folder(model.config)
+    if folder is None or not has_tokenizer(folder):
         return None
     with contextlib.suppress(UserError):
         return load_tokenizer(folder, trust_remote_code=trust_remote_code)

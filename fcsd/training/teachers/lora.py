@@ -181,9 +181,7 @@ class AdapterOffTeacher(LiveTeacher):
 
     def hidden(self, batch: Batch, keep: Tensor) -> Tensor:
         """Compute it without the model's own forward, which the Trainer has wrapped."""
-        return body_hidden(
-            self.model, batch["input_ids"], batch["position_ids"], None, keep
-        )
+        return body_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)
 
 
 @contextlib.contextmanager
@@ -195,14 +193,12 @@ def as_original(student: nn.Module) -> Iterator[None]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    modules = list(student.modules())
-    training = [module for module in modules if module.training]
+    training = [module for module in student.modules() if module.training]
     adapters: list[Any] = [
-        module for module in modules if isinstance(module, BaseTunerLayer)
+        module for module in student.modules() if isinstance(module, BaseTunerLayer)
     ]
     try:
-        for module in training:
-            module.training = False
+        student.eval()
         for adapter in adapters:
             # `enable_adapters` would also switch requires_grad, on which DDP and the
             # optimiser rely.

@@ -28,7 +28,7 @@ from tests.float64 import in_float64
 from tests.reference.tiny import gradients_of, tiny_model
 from tests.support import few, make_bench, trained_weights, user_error
 
-ALONE = SimpleNamespace(num_processes=1)
+ALONE = SimpleNamespace(num_processes=1, reduce=lambda values, _: values)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
 """Positions of two rows: three examples; two and padding, of which the last has two
 tokens behind its last loss.
