@@ -41,10 +41,10 @@ def check_overlap_of(model: ModelFolder, launch: Launch) -> None:
         return
     from fcsd.parallel.overlap import refusal
 
-    _, family, connectivity = read_config(model.folder, any_family=True)
+    checkpoint = read_config(model.folder, any_family=True)
     reason: str | None = "none of its layers is rewired"
-    if family is not None and connectivity is not None:
-        reason = refusal(family, model.load_config())
+    if checkpoint.family is not None and checkpoint.connectivity is not None:
+        reason = refusal(checkpoint.family, model.load_config())
     if reason is not None:
         raise UserError(
             f"--overlap {overlap}: {model.config.path} does not support it:"
@@ -126,7 +126,7 @@ def load_for_launch(
     if spread is not None:
         from fcsd.parallel.overlap import attach_loaded, with_plan
 
-        spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
+        spread = with_plan(spread, read_config(model.folder, any_family=True).family)
     try:
         loaded = load_checkpoint(
             model,
