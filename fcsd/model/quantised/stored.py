@@ -35,7 +35,7 @@ _GROUPS = {nvfp4: 16, mxfp4: 32}
 """Form -> columns that share a scale. MXFP6, whose tensors have the names of MXFP4, has
 another ratio.
 """
-_PARTS = ("scale", "zero_point", "g_idx", "shape")
+_PARTS = ("scale", "global_scale", "zero_point", "g_idx", "shape")
 
 
 @dataclass(frozen=True)
@@ -230,24 +230,19 @@ def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
     for part in _PARTS:
         if f"{base}_{part}" in checkpoint.shapes:
             parts[part] = f"{base}_{part}"
-    if "scale" not in parts:
-        raise UserError(
-            f"{checkpoint.folder}: tensor '{name}' has no '{base}_scale'; fetch the"
-            " checkpoint again"
-        )
     # The dtype tells integers from E2M1 values; both are called `_packed`. How many
     # integers a row has, only `_shape` says: the last int32 may be partly used.
-    if checkpoint.dtypes[name] == "I32":
-        if "shape" not in parts:
+    integers = checkpoint.dtypes[name] == "I32"
+    for part in ("scale", "shape") if integers else ("scale",):
+        if part not in parts:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has no '{base}_shape'; fetch the"
+                f"{checkpoint.folder}: tensor '{name}' has no '{base}_{part}'; fetch the"
                 " checkpoint again"
             )
+    if integers:
         return base, PackedWeight((shape[0], 0), parts, packed_integers)
-    if f"{base}_global_scale" in checkpoint.shapes:
-        parts["global_scale"] = f"{base}_global_scale"
-        return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
-    return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
+    decode = nvfp4 if "global_scale" in parts else mxfp4
+    return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, decode)
 
 
 def _fits(stored: PackedWeight, shapes: Mapping[str, list[int]], block: Block) -> bool:
