@@ -140,7 +140,6 @@ def _note_done(record: Record) -> None:
     record.done = time.perf_counter()
 
 
-@dataclass
 class Exchange:
     """One exchange: of rows in the forward pass, and of their gradients, the opposite
     way, in the backward pass.
@@ -149,12 +148,22 @@ class Exchange:
     pass sends nothing, being a recomputation that knows the result.
     """
 
-    port: Port
-    kind: Kind
-    send: list[int]
-    receive: list[int]
-    absent: bool = False
-    _flight: Flight | None = field(default=None, init=False)
+    # No dataclass: FSDP makes copies of those that it finds in a layer's arguments.
+    def __init__(
+        self,
+        port: Port,
+        kind: Kind,
+        send: list[int],
+        receive: list[int],
+        *,
+        absent: bool = False,
+    ):
+        self.port = port
+        self.kind = kind
+        self.send = send
+        self.receive = receive
+        self.absent = absent
+        self._flight: Flight | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:
         """Launch with rows (N, …), in the order of their destination ranks."""
