@@ -155,5 +155,5 @@ def _runtime(
     if ep is None or not moe:
         # An MoE block whose experts are not sharded has nothing to send; its layer
         # returns the pair of streams, as without a runtime.
-        return LayerRuntime(None, chosen, index, block_only=moe or not crosses)
-    return LayerRuntime(ep, chosen, index, attention, not crosses)
+        return LayerRuntime(None, family, chosen, index, block_only=moe or not crosses)
+    return LayerRuntime(ep, family, chosen, index, attention, not crosses)

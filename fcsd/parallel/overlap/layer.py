@@ -34,6 +34,7 @@ from fcsd.model.connectivity.layer import (
     side_value,
     with_side_value,
 )
+from fcsd.model.families.family import Family
 from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.overlap.attention import between
 from fcsd.parallel.overlap.block import (
@@ -67,6 +68,8 @@ class LayerRuntime:
     """
 
     ep: OverlappedEP | None
+    # A rewired layer's plan has only the names that are shipped in checkpoints.
+    family: Family
     split: Split
     index: int
     attention: str | None = None
@@ -151,8 +154,8 @@ class LayerRuntime:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        family, plan = layer.farskip_plan.family, layer.farskip_plan
-        run = None
+        family: Any = self.family
+        plan, run = layer.farskip_plan, None
         if self.ep is not None and not call.plain:
             # A block whose input waits for attention has only its shared expert to
             # overlap.
@@ -288,7 +291,7 @@ class _LayerRun(BlockRun):
     ):
         self.runtime, self.layer = runtime, layer
         self.plan = layer.farskip_plan
-        self.family = self.plan.family
+        self.family = runtime.family
         incoming = call.before is not None
         self.ticket: Any = ticket_or_input if incoming else None
         attention_input = None if incoming else ticket_or_input
