@@ -24,6 +24,6 @@ def real_config(name: str, folder: Path) -> tuple[Family, Any]:
     """Return the family and the config object, read as from a checkpoint; `folder` is
     scratch space.
     """
-    family = read_config(real_folder(name, folder))[1]
+    family = read_config(real_folder(name, folder)).family
     assert family is not None
     return family, classes_of(family).config.from_pretrained(folder)

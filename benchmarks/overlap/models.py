@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fcsd.model.families import family_of
 from fcsd.parallel.overlap import schedule
-from fcsd.parallel.overlap.block import BlockNames, BlockRun, Call
+from fcsd.parallel.overlap.block import BlockRun, Call
 from fcsd.parallel.overlap.experts import OverlappedEP
 
 SLEEPS_MS = {
@@ -112,7 +113,10 @@ class InHalves(BlockRun):
     """A block whose shared expert is computed in two steps, each of half of the tokens."""
 
     def shared_expert(self) -> None:
-        expert, tokens = getattr(self.block, self.names.shared), self.m.flatten(0, 1)
+        expert, tokens = (
+            getattr(self.block, self.family.block_shared),
+            self.m.flatten(0, 1),
+        )
         half = len(tokens) // 2
         if self.shared is None:
             self.shared = expert(tokens[:half])
@@ -131,17 +135,15 @@ def in_steps(model: Any, transport: Any, mode: str) -> None:
         "beside": schedule.BLOCK,
         "both": (router, start, shared_expert, *experts, shared_expert, finish),
     }.get(mode, (router, start, *experts, shared_expert, finish))
-    made = InHalves if mode == "both" else BlockRun
+    made, family = InHalves if mode == "both" else BlockRun, family_of(model.config)
     for k, layer in enumerate(model.model.layers):
         block = layer.mlp
-        shared = "shared_experts" if hasattr(block, "shared_experts") else None
-        names = BlockNames(type(block).forward, shared, None, False)
         block.experts.farskip_ep.open(k, (mode != "regular",) * 2, transport)
 
-        def forward(x: Any, block: Any = block, names: Any = names) -> Any:
+        def forward(x: Any, block: Any = block) -> Any:
             run = made(
                 block.experts.farskip_ep,
-                names,
+                family,
                 block,
                 Call(None, False, False, 1),
                 steps,

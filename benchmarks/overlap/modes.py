@@ -19,7 +19,7 @@ from benchmarks.overlap.models import (
     spread_model,
 )
 from benchmarks.overlap.one_node import one_node
-from benchmarks.overlap.report import flat
+from benchmarks.overlap.report import flat, from_records
 from fcsd.planning.network.simulate import rows_per_token
 
 MODES = (
@@ -201,8 +201,6 @@ class Bench:
             torch.cuda.synchronize()
 
     def hidden(self) -> dict[str, float]:
-        from fcsd.parallel.overlap.measure import from_records
-
         self.clock.sleep(0.02)  # callbacks of the last exchange
         measured = from_records(
             record for event, record in self.records if event == "start"

@@ -1,7 +1,32 @@
 """Format the measurements of a run as a table."""
 
 import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
+
+from fcsd.parallel.overlap.exchange import Record
+from fcsd.parallel.overlap.measure import Measured, keys_of
+
+
+def from_records(records: Iterable[Record]) -> dict[str, Measured]:
+    """Measure how much communication was hidden, by the host's clock: total is the time
+    from launch to arrival, exposed the time that the host has waited. On a GPU a wait
+    does not block the host, so only a trace is right there. Keys: as `keys_of`.
+    """
+    measured: dict[str, Measured] = defaultdict(Measured)
+    for record in records:
+        # Counts are small, and the host always waits for them.
+        if record.kind == "counts" or record.waiting is None or record.waited is None:
+            continue
+        arrived = record.waited
+        if record.done is not None:
+            # A transport may report an arrival later than the wait that it ended.
+            arrived = min(record.done, record.waited)
+        for key in keys_of(record.kind, record.backward):
+            measured[key].total += max(arrived, record.waiting) - record.started
+            measured[key].exposed += record.waited - record.waiting
+    return dict(measured)
 
 
 def flat(measured: dict[str, Any]) -> dict[str, float]:

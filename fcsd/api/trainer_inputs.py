@@ -138,7 +138,7 @@ def _unloaded_student(path: str, args: FCSDConfig) -> PreTrainedModel:
     """Return the model of a checkpoint without its weights."""
     checkpoint = find_model(args.model_config(path))
     connectivity = args.connectivity()
-    if connectivity is None and read_config(checkpoint.folder)[2] is None:
+    if connectivity is None and read_config(checkpoint.folder).connectivity is None:
         raise _not_converted(path)
     return load_checkpoint(checkpoint, connectivity, weights=False)
 
@@ -224,7 +224,7 @@ def _name_of(model: Any) -> str:
 
 def _config_of(model: Any, args: FCSDConfig) -> Any:
     if isinstance(model, str | Path):
-        return read_config(find_model(args.model_config(str(model))).folder)[0]
+        return read_config(find_model(args.model_config(str(model))).folder).config
     return getattr(model, "config", {})
 
 

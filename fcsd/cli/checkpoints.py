@@ -52,7 +52,8 @@ def _warn_uncalibrated(out: str) -> None:
     """
     from fcsd.model.connectivity.checkpoint import read_config
 
-    _, family, connectivity = read_config(Path(out))
+    checkpoint = read_config(Path(out))
+    family, connectivity = checkpoint.family, checkpoint.connectivity
     if family is None or connectivity is None or connectivity.attention != "partial":
         return
     if not (family.block_shared or family.layer_shared):

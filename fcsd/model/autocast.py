@@ -2,8 +2,6 @@
 that rounds like the student.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,20 +197,19 @@ class UnderAutocast:
     def __init__(self, model: nn.Module, *, student_dtype: torch.dtype):
         self.model = model
         narrow = _beside_matmuls(model) if student_dtype == torch.float32 else []
-        self.narrow = [(tensor, tensor.data) for tensor in narrow]
-        self.wide = [tensor.data.float() for tensor in narrow]
+        self.tensors = [(tensor, tensor.data, tensor.data.float()) for tensor in narrow]
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Let the model compute so within the block."""
         device = next(self.model.parameters()).device.type
         try:
-            for (tensor, _), wide in zip(self.narrow, self.wide, strict=True):
+            for tensor, _, wide in self.tensors:
                 tensor.data = wide
             with float32_routers(self.model), torch.autocast(device, torch.bfloat16):
                 yield
         finally:
-            for tensor, narrow in self.narrow:
+            for tensor, narrow, _ in self.tensors:
                 tensor.data = narrow
 
 
@@ -244,7 +241,6 @@ def _of_matmul(module: nn.Module) -> list[nn.Parameter]:
     parameters = list(module.parameters(recurse=False))
     if isinstance(module, nn.Linear):
         return parameters
-    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    if is_convolution:
+    if isinstance(module, nn.modules.conv._ConvNd):
         return []
     return [parameter for parameter in parameters if parameter.ndim == 3]

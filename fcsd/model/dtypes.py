@@ -94,18 +94,15 @@ def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) 
     """Build the same model on the meta device, as it is before weights are loaded in
     `dtype`.
     """
+    from transformers.modeling_utils import local_torch_dtype
+
     built: Any = type(model)
     config, dtype = copy.deepcopy(model.config), model.dtype if dtype is None else dtype
     _set_dtype(config, dtype)
-    default_dtype = torch.get_default_dtype()
     # transformers builds a model under the dtype that it loads; modules that ask for
     # float32 get it all the same.
-    try:
-        torch.set_default_dtype(dtype)
-        with torch.device("meta"):
-            fresh = built(config)
-    finally:
-        torch.set_default_dtype(default_dtype)
+    with local_torch_dtype(dtype), torch.device("meta"):
+        fresh = built(config)
     if "_weight_conversions" in model.__dict__:
         fresh._weight_conversions = model._weight_conversions
     return fresh

@@ -36,7 +36,7 @@ from fcsd.model.connectivity.checkpoint import (
     has_tokenizer,
     read_checkpoint,
 )
-from fcsd.model.connectivity.load import check_config, load_config, load_folder
+from fcsd.model.connectivity.load import check_config, load_config, load_model
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
@@ -103,7 +103,9 @@ class ModelFolder:
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer in its folder; raises UserError as `load_tokenizer`."""
-        return _load_tokenizer(self.folder, self.config.trust_remote_code)
+        return load_tokenizer(
+            self.folder, trust_remote_code=self.config.trust_remote_code
+        )
 
     def load_config(self, any_family: bool = False) -> Any:
         """Return its config object, with upstream's defaults filled in; for an unknown
@@ -124,10 +126,8 @@ class ModelFolder:
     def _known_config(self) -> Any:
         return load_config(self.checkpoint)
 
-    def check_positions(
-        self, max_length: int, *, key: str = "max_length", tell: bool = True
-    ) -> None:
-        """Compare the length of rows with its positions; as `check_positions`."""
+    def check_positions(self, max_length: int, **options: Any) -> None:
+        """Compare the length of rows with its positions; options as `check_positions`."""
         checkpoint = self.any_checkpoint
         try:
             config = self.load_config(any_family=True)
@@ -138,8 +138,7 @@ class ModelFolder:
             config,
             checkpoint.shapes.items(),
             max_length,
-            key=key,
-            tell=tell,
+            **options,
         )
 
 
@@ -162,13 +161,13 @@ def load_checkpoint(
     another.
 
     weights: False returns the same model without storage, for a rank that receives its
-    shard from another. any_family, options and errors: as in `load_folder`; values that
+    shard from another. any_family, options and errors: as in `load_model`; values that
     are NaN or infinite are refused.
     """
     config = model.config
     # From the folder, not the id: the facts stay the same while a command runs, even if
     # the repository changes.
-    loaded: PreTrainedModel = load_folder(
+    loaded: PreTrainedModel = load_model(
         model.folder,
         connectivity=connectivity,
         dtype=config.dtype,
@@ -246,12 +245,9 @@ def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer in the folder of a checkpoint."""
-    return _load_tokenizer(find_folder(path), trust_remote_code)
-
-
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
+    folder = find_folder(path)
     files_like(folder, (CONFIG,))
     check_carried(folder)
     if not has_tokenizer(folder):

@@ -67,29 +67,31 @@ def _devices(model: "PreTrainedModel") -> list[int]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the notices of lm-eval and the progress bars of datasets."""
-    import datasets
-
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, datasets.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def without_advice() -> Iterator[None]:
-    """Silence transformers' advice on settings, which is for those who run the model."""
-    logger = logging.getLogger("transformers")
+def _only_errors_of(library: str) -> Iterator[None]:
+    logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the notices of lm-eval and the progress bars of datasets."""
+    import datasets
+
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        with _only_errors_of("lm_eval"):
+            yield
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def without_advice() -> contextlib.AbstractContextManager[None]:
+    """Silence transformers' advice on settings, which is for those who run the model."""
+    return _only_errors_of("transformers")

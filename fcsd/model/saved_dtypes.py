@@ -3,6 +3,7 @@ model is saved in the dtypes that it was loaded from.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,13 +51,10 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
         for name, tensor in state.items()
         if tensor.is_floating_point()
     }
-    source = source_folder(model.config)
-    try:
-        checkpoint = None
-        if source is not None:
+    checkpoint, source = None, source_folder(model.config)
+    if source is not None:
+        with suppress(UserError):  # the folder has changed since the model was loaded
             checkpoint = read_checkpoint(source, any_family=True)
-    except UserError:  # the folder has changed since the model was loaded
-        checkpoint = None
     if checkpoint is None or declared_dtype(checkpoint) != model.dtype:
         return FileDtypes(model.dtype, dtypes)
     in_files = {

@@ -11,8 +11,6 @@ Not covered: sharding itself (`fcsd.parallel.shard`); tensor and context paralle
 meshes; ZeRO stages 1 and 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -27,7 +25,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Rule, refuse
+from fcsd.base.strict import refuse
 
 Overlap = Literal["full", "forward", "off"]
 
@@ -97,100 +95,6 @@ class Engine:
         return self.name == "zero3"
 
 
-def _mixed_precision() -> str:
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
-def _compiler() -> str:
-    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-
-
-def _wrap_policy() -> str:
-    return os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
-
-
-_LAUNCH: tuple[Rule, ...] = (
-    (
-        lambda size, world, _: size != 1 and (size < 1 or world % size),
-        "--expert-parallel {0}: does not divide the number of processes, {1}; change one"
-        " of them",
-    ),
-    (
-        lambda size, *_: (
-            size != 1
-            and any(
-                parse_flag_from_env(f"ACCELERATE_USE_{x}")
-                for x in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
-            )
-        ),
-        "--expert-parallel {0}: shards all other weights as well; launch with"
-        " distributed_type: MULTI_GPU and no parallelism_config (see configs/ep_8.yaml)",
-    ),
-    (
-        lambda size, _, overlap: overlap is not None and size == 1,
-        "--overlap {2}: applies only to --expert-parallel N; add that option, or leave"
-        " --overlap out",
-    ),
-    (
-        lambda *_: parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
-        "accelerate's configuration: Megatron-LM is not supported; use FSDP2 or"
-        " DeepSpeed",
-    ),
-    (
-        lambda *_: _mixed_precision() in ("fp16", "fp8"),
-        lambda *_: (
-            f"accelerate's configuration: mixed_precision {_mixed_precision()} is not"
-            " supported; set mixed_precision: 'no' there and train.bf16: true in the"
-            " recipe"
-        ),
-    ),
-    (
-        lambda size, _, overlap: size != 1 and _compiler() != "no" and overlap != "off",
-        lambda *_: (
-            f"accelerate's configuration: dynamo_backend {_compiler()} compiles whole"
-            " layers, whose exchanges then cannot run beside their computation; set"
-            " dynamo_backend: 'no' there, or use --overlap off"
-        ),
-    ),
-)
-"""Of --expert-parallel, the number of processes and --overlap."""
-
-_FSDP2: tuple[Rule, ...] = (
-    (
-        lambda: os.environ.get("FSDP_VERSION", "1") != "2",
-        "FSDP version 1 is not supported; set fsdp_version: 2 (see configs/fsdp2_8.yaml)",
-    ),
-    # Only this policy names units; fcsd then makes every decoder layer one.
-    (
-        lambda: _wrap_policy() != "TRANSFORMER_BASED_WRAP",
-        lambda: (
-            f"fsdp_auto_wrap_policy {_wrap_policy()} would gather the whole model at"
-            " once; set TRANSFORMER_BASED_WRAP, which makes every decoder layer a unit"
-        ),
-    ),
-    (
-        lambda: parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"),
-        "fsdp_activation_checkpointing: leave it out, the recipe's"
-        " train.gradient_checkpointing decides",
-    ),
-)
-
-_PRECISION: tuple[Rule, ...] = (
-    (
-        lambda train, _: _mixed_precision() == "bf16" and not train.bf16,
-        "accelerate's configuration says mixed_precision bf16, the recipe train.bf16"
-        " false; the recipe decides the precision: set mixed_precision: 'no' in the"
-        " configuration, or train.bf16: true",
-    ),
-    (
-        lambda train, engine: engine.uses_deepspeed and train.dtype == "bfloat16",
-        "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones; set"
-        " train.dtype: float32 and train.bf16: true",
-    ),
-)
-"""Of a recipe's `train`, and the engine."""
-
-
 def requested_engine(
     world: int,
     device: torch.device,
@@ -205,7 +109,7 @@ def requested_engine(
     Raises:
         UserError: the configuration is not supported, or would shard nothing.
     """
-    refuse(*_LAUNCH, of=(expert_parallel, world, overlap))
+    _check_launch(world, expert_parallel, overlap)
     # accelerate passes its configuration on in environment variables.
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return _zero3(device)
@@ -220,6 +124,53 @@ def requested_engine(
             " FSDP"
         )
     return Engine("ddp" if world > 1 else "one")
+
+
+def _check_launch(world: int, size: int, overlap: Overlap | None) -> None:
+    """Refuse what contradicts --expert-parallel `size` or --overlap, and what accelerate
+    knows and fcsd does not support.
+    """
+    spread = size != 1
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    refuse(
+        (
+            spread and (size < 1 or world % size),
+            f"--expert-parallel {size}: does not divide the number of processes, {world};"
+            " change one of them",
+        ),
+        (
+            spread
+            and any(
+                parse_flag_from_env(f"ACCELERATE_USE_{name}")
+                for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
+            ),
+            f"--expert-parallel {size}: shards all other weights as well; launch with"
+            " distributed_type: MULTI_GPU and no parallelism_config (see"
+            " configs/ep_8.yaml)",
+        ),
+        (
+            overlap is not None and not spread,
+            f"--overlap {overlap}: applies only to --expert-parallel N; add that option,"
+            " or leave --overlap out",
+        ),
+        (
+            parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
+            "accelerate's configuration: Megatron-LM is not supported; use FSDP2 or"
+            " DeepSpeed",
+        ),
+        (
+            precision in ("fp16", "fp8"),
+            f"accelerate's configuration: mixed_precision {precision} is not supported;"
+            " set mixed_precision: 'no' there and train.bf16: true in the recipe",
+        ),
+        (
+            spread and compiler != "no" and overlap != "off",
+            f"accelerate's configuration: dynamo_backend {compiler} compiles whole"
+            " layers, whose exchanges then cannot run beside their computation; set"
+            " dynamo_backend: 'no' there, or use --overlap off",
+        ),
+    )
 
 
 def _replicas(world: int) -> int:
@@ -252,7 +203,26 @@ def _replicas(world: int) -> int:
 
 
 def _fsdp2(replicas: int) -> Engine:
-    refuse(*_FSDP2, where="accelerate's configuration: ")
+    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
+    refuse(
+        (
+            os.environ.get("FSDP_VERSION", "1") != "2",
+            "FSDP version 1 is not supported; set fsdp_version: 2 (see"
+            " configs/fsdp2_8.yaml)",
+        ),
+        # Only this policy names units; fcsd then makes every decoder layer one.
+        (
+            policy != "TRANSFORMER_BASED_WRAP",
+            f"fsdp_auto_wrap_policy {policy} would gather the whole model at once; set"
+            " TRANSFORMER_BASED_WRAP, which makes every decoder layer a unit",
+        ),
+        (
+            parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"),
+            "fsdp_activation_checkpointing: leave it out, the recipe's"
+            " train.gradient_checkpointing decides",
+        ),
+        where="accelerate's configuration: ",
+    )
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or ""
     return Engine(
         "fsdp2",
@@ -289,7 +259,19 @@ def check_precision(train: Precision, engine: Engine) -> None:
     """Raise UserError for a precision that the engine does not support, or that
     accelerate's configuration contradicts.
     """
-    refuse(*_PRECISION, of=(train, engine))
+    refuse(
+        (
+            os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not train.bf16,
+            "accelerate's configuration says mixed_precision bf16, the recipe train.bf16"
+            " false; the recipe decides the precision: set mixed_precision: 'no' in the"
+            " configuration, or train.bf16: true",
+        ),
+        (
+            engine.uses_deepspeed and train.dtype == "bfloat16",
+            "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones;"
+            " set train.dtype: float32 and train.bf16: true",
+        ),
+    )
 
 
 @contextlib.contextmanager

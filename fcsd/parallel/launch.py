@@ -147,8 +147,8 @@ class Ranks:
             return [own_result]
         # The error is also sent to the others, since they wait in the collective.
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, (own_result, _report(error)))
-        _raise_first(error, [report for _, report in outcomes])
+        dist.all_gather_object(outcomes, (own_result, _for_others(error)))
+        _raise_first(error, [of_rank for _, of_rank in outcomes])
         return [result for result, _ in outcomes]
 
     def from_first(self, call: Callable[[], Result]) -> Result:
@@ -159,10 +159,10 @@ class Ranks:
             return call()
         # An error is sent like a result, because the others wait for either.
         own_result, error = _attempt(call) if self.first else (None, None)
-        outcome: list[Any] = [(own_result, _report(error))]
+        outcome: list[Any] = [(own_result, _for_others(error))]
         dist.broadcast_object_list(outcome, src=0)
-        result, report = outcome[0]
-        _raise_first(error, [report])
+        result, of_first = outcome[0]
+        _raise_first(error, [of_first])
         return result
 
 
@@ -176,27 +176,20 @@ def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return None, error
 
 
-def _report(error: Exception | None) -> tuple[bool, str] | None:
-    """Return an error in the form for other ranks: whether it is a user's mistake, and
-    its text (for a bug, the traceback).
-    """
+def _for_others(error: Exception | None) -> Exception | None:
+    """Return an error in the form for other ranks, which have no traceback of it."""
     # A user's mistake needs no traceback; that of a bug would otherwise be lost here.
     if error is None or isinstance(error, UserError):
-        return None if error is None else (True, str(error))
-    return False, "".join(traceback.format_exception(error))
+        return error and UserError(str(error))
+    return RuntimeError("".join(traceback.format_exception(error)))
 
 
 def _raise_first(
-    own_error: Exception | None, reports: Sequence[tuple[bool, str] | None]
+    own_error: Exception | None, errors: Sequence[Exception | None]
 ) -> None:
-    errors = [
-        UserError(report[1]) if report[0] else RuntimeError(report[1])
-        for report in reports
-        if report
-    ]
-    if errors:
+    if first := next(filter(None, errors), None):
         # A rank raises its own error if it has one, since that has the real traceback.
-        error = own_error or errors[0]
+        error = own_error or first
         error.of_all_ranks = True  # type: ignore[attr-defined]
         raise error
 
@@ -477,16 +470,12 @@ def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         if "_shards" in shard_set.__dict__
     ]
     num_bytes = sum(shard_set.num_bytes for shard_set in shards)
+    units: list[tuple[Any, bool]] = []
     # All ranks must decide alike, or their gathers would not match.
-    keeps_gathered = False
-    if shards:
-        keeps_gathered = all(
-            ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device)))
-        )
-    if keeps_gathered:
+    if shards and all(
+        ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device)))
+    ):
         units = [unit for shard_set in shards for unit in shard_set.units]
-    else:
-        units = []
     for unit, _ in units:
         unit.set_reshard_after_forward(False, recurse=False)
     try:

@@ -5,8 +5,6 @@ It is all of it (copies), the rows of FSDP2, the partition of ZeRO-3, or the ran
 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ over the devices of one process.
 Not covered: sharding itself (`fcsd.parallel.shard`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -41,10 +39,10 @@ def check_overlap_of(model: ModelFolder, launch: Launch) -> None:
         return
     from fcsd.parallel.overlap import refusal
 
-    _, family, connectivity = read_config(model.folder, any_family=True)
+    checkpoint = read_config(model.folder, any_family=True)
     reason: str | None = "none of its layers is rewired"
-    if family is not None and connectivity is not None:
-        reason = refusal(family, model.load_config())
+    if checkpoint.family is not None and checkpoint.connectivity is not None:
+        reason = refusal(checkpoint.family, model.load_config())
     if reason is not None:
         raise UserError(
             f"--overlap {overlap}: {model.config.path} does not support it:"
@@ -126,7 +124,7 @@ def load_for_launch(
     if spread is not None:
         from fcsd.parallel.overlap import attach_loaded, with_plan
 
-        spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
+        spread = with_plan(spread, read_config(model.folder, any_family=True).family)
     try:
         loaded = load_checkpoint(
             model,
@@ -143,8 +141,8 @@ def load_for_launch(
             f" {spread.ep_size}: {one_line(error)} Launch FSDP2 instead"
             " (configs/fsdp2_8.yaml)"
         ) from None
-    if spread is not None:
-        attach_loaded(loaded, spread)
+    if spread is not None and launch.engine.overlap != "off":
+        attach_loaded(loaded, launch.engine.overlap or "full")
     return loaded
 
 
@@ -159,15 +157,13 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
         return None
     from transformers.distributed import DistributedConfig
 
-    from fcsd.parallel.overlap import IMPLEMENTATIONS
+    from fcsd.parallel.overlap import IMPLEMENTATION
 
-    implementation = "all_to_all"
-    if engine.overlap != "off":
-        implementation = IMPLEMENTATIONS[engine.overlap or "full"]
+    blocking = engine.overlap == "off"
     return DistributedConfig(
         fsdp_size=world,
         ep_size=engine.expert_parallel,
-        ep_implementation=implementation,
+        ep_implementation="all_to_all" if blocking else IMPLEMENTATION,
         fsdp_mixed_precision=bf16,
     )
 

@@ -4,8 +4,6 @@ module, so that no device holds it whole.
 Not covered: sharding the modules that were sent (`fcsd.parallel.shard`).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

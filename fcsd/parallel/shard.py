@@ -298,37 +298,32 @@ def _fully_shard(
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=dim_names)
     else:
         mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
-    }
-    # Inner units before the units that contain them, as fully_shard requires.
+    offload = CPUOffloadPolicy() if engine.offload else OffloadPolicy()
     gathered: list[tuple[Any, bool]] = []
-    for module in apart:
-        sender.send(module, torch.float32)
-        fully_shard(
-            module,
-            reshard_after_forward=True,
-            **(options | {"mp_policy": MixedPrecisionPolicy()}),
-        )
-        gathered.append((module, True))
-    for unit in units:
+
+    def shard(
+        unit: list[nn.Module], dtype: torch.dtype | None, frees: bool, policy: Any
+    ) -> None:
         for module in unit:
             sender.send(module, dtype)
-        # The backward pass begins with the head and the root's own weights, which the
-        # forward pass has just gathered: freeing them would gather them twice.
-        if trained and unit[-1] is not units[-1][-1]:
-            frees = engine.reshard
-        else:
-            frees = not trained
         fully_shard(
-            unit if len(unit) > 1 else unit[0], reshard_after_forward=frees, **options
+            unit if len(unit) > 1 else unit[0],
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=frees,
         )
         gathered.append((unit[0], frees))
-    sender.send(root, dtype)
-    fully_shard(root, reshard_after_forward=not trained, **options)
-    gathered.append((root, not trained))
+
+    # Inner units before the units that contain them, as fully_shard requires.
+    for module in apart:
+        shard([module], torch.float32, True, MixedPrecisionPolicy())
+    for unit in units:
+        # The backward pass begins with the head and the root's own weights, which the
+        # forward pass has just gathered: freeing them would gather them twice.
+        is_last = unit[-1] is units[-1][-1]
+        shard(unit, dtype, not trained or (engine.reshard and not is_last), policy)
+    shard([root], dtype, not trained, policy)
     num_bytes = sum(
         p.numel() * (policy.param_dtype or p.dtype).itemsize for p in root.parameters()
     )

@@ -14,11 +14,11 @@ import torch
 from testbed import exchange_counts
 
 import fcsd_steering.network.measure
-from fcsd.parallel.overlap.transport import AllToAll, SendReceive
+from fcsd.parallel.overlap.transport import AllToAll
 from fcsd.planning.network.links import Collective, read_links
 from fcsd.planning.network.simulate import Payload
 from fcsd_steering.cli import main
-from fcsd_steering.network.exchange import GroupExchange
+from fcsd_steering.network.exchange import GroupExchange, SendReceive
 from fcsd_steering.network.measure import describe
 from tests.planning.network.test_simulate import links
 from tests.reference.ranks import run_ranks

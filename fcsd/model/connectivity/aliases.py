@@ -52,8 +52,8 @@ INSTELLA_KEYS = (
 
 
 GATE = "gated_attention"
-GATED = {"deepseek_v3": "instella_moe"}
-"""Model type in a `config.json` with the gate -> the family that it is."""
+_BASE, _INSTELLA = "deepseek_v3", "instella_moe"
+"""Model type in a `config.json` with the gate, and the family that it is."""
 
 _DESCRIBED = {
     CALIBRATED, TRAINED,
@@ -75,18 +75,11 @@ def has_instella_keys(config: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` says connectivity or gate in Instella's keys. In
     ours, `farskip` is a mapping.
     """
-    if config.get("model_type") in GATED and config.get(GATE):
+    if config.get("model_type") == _BASE and config.get(GATE):
         return True
     return isinstance(config.get("farskip"), bool) or any(
         key in config for key in INSTELLA_KEYS[1:]
     )
-
-
-def has_other_names(config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` calls its connectivity or its family otherwise
-    than fcsd does.
-    """
-    return has_instella_keys(config) or config.get("model_type") in ALIASES
 
 
 def in_our_names(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -106,12 +99,12 @@ def instella_type(config: Mapping[str, Any]) -> str:
     gate is an instella_moe.
     """
     model_type = str(config.get("model_type") or "")
-    return GATED.get(model_type, model_type) if config.get(GATE) else model_type
+    return _INSTELLA if model_type == _BASE and config.get(GATE) else model_type
 
 
 def check_described(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError for an undescribed key in a config with Instella's keys."""
-    gated = config.get("model_type") in GATED and bool(config.get(GATE))
+    gated = config.get("model_type") == _BASE and bool(config.get(GATE))
     described_keys = _DESCRIBED.union(INSTELLA_KEYS)
     for key in config:
         if key not in described_keys and (gated or "farskip" in key):
@@ -168,9 +161,7 @@ def from_instella(
     )
 
 
-def translate_instella(
-    config: Mapping[str, Any], where: str = "config.json"
-) -> dict[str, Any]:
+def translate_instella(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a `config.json` with Instella's keys, rewritten in fcsd's own format:
     `farskip_<base>` with a `farskip` field, or the base family's where nothing is
     rewired.
@@ -188,10 +179,10 @@ def translate_instella(
             " supported ones"
         )
     check_described(config, where)
-    if _flag(config, GATE, where) and model_type not in GATED.values():
+    if _flag(config, GATE, where) and model_type != _INSTELLA:
         raise UserError(
-            f"{where}: {GATE}: the gate is supported on model type"
-            f" {' and '.join(GATED)}, not on '{model_type}'"
+            f"{where}: {GATE}: the gate is supported on model type {_BASE}, not on"
+            f" '{model_type}'"
         )
     try:
         # The raw fields replace transformers' config object, which this module must not
@@ -257,8 +248,7 @@ def to_instella(
             none that is described.
     """
     family = base_model_type(str(config["model_type"]))
-    written = {our_type: amd_type for amd_type, our_type in GATED.items()}
-    if family not in (*written, "deepseek_v2", "deepseek_v3"):
+    if family not in (_INSTELLA, "deepseek_v2", _BASE):
         raise UserError(
             f"{where}: AMD's keys are read by AMD's code for DeepSeek-V2, DeepSeek-V3"
             f" and Instella-MoE only, not for '{family}'"
@@ -281,13 +271,14 @@ def to_instella(
             "auto_map": {
                 auto: f"{AMDS_CODE}--{class_path}" for auto, class_path in _AUTO.items()
             },
-            GATE: family in GATED.values(),
+            GATE: family == _INSTELLA,
             # The value without MTP tensors: an engine that finds a number but no
             # tensors drafts with random ones. `export_checkpoint` puts the number back
             # where the tensors are.
             "num_nextn_predict_layers": 0,
         }
-    result = result_keys | names | {"model_type": written.get(family, family)} | keys
+    model_type = _BASE if family == _INSTELLA else family
+    result = result_keys | names | {"model_type": model_type} | keys
     # Code that reads this config passes over a key that it does not know.
     check_described(result, where)
     return result

@@ -28,6 +28,7 @@ from fcsd.base.weights import (
     CONFIG,
     INDEX,
     WEIGHTS,
+    Stored,
     WeightFiles,
     check_contents,
     find_weights,
@@ -36,7 +37,7 @@ from fcsd.base.weights import (
     without_weights,
 )
 from fcsd.base.writing import is_empty
-from fcsd.model.connectivity.aliases import has_other_names, in_our_names
+from fcsd.model.connectivity.aliases import in_our_names
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
     FAMILIES,
@@ -122,13 +123,17 @@ def find_folder(
         raise
     # network, authorisation, offline mode: each is the user's to solve
     except Exception as error:
-        # The Hub's messages run over many lines; some errors have none at all.
-        message = str(error).strip()
-        reason = message.splitlines()[0] if message else type(error).__name__
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this"
-            f" name: {reason}"
+            f" name: {first_line(error)}"
         ) from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of the Hub, whose messages run over many lines,
+    or the name of its class; some have no message at all.
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _fetch(name: str, revision: str | None, with_weights: bool) -> Path:
@@ -168,12 +173,8 @@ def source_folder(config: Any) -> Path | None:
     """Return the folder that a model with this config was loaded from, where it is
     still on this machine.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     # transformers records what it loaded, and the commit if it came from the Hub. A
     # snapshot is only looked up: nothing is fetched for a model that is in memory
@@ -181,17 +182,12 @@ def source_folder(config: Any) -> Path | None:
     name = str(getattr(config, "_name_or_path", "") or "")
     if not name or (folder := Path(name)).is_dir():
         return folder if name and (folder / CONFIG).is_file() else None
+    revision = getattr(config, "_commit_hash", None)
     try:
-        revision = getattr(config, "_commit_hash", None)
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (
-        LocalEntryNotFoundError,
-        HFValidationError,
-        HfHubHTTPError,
-        OSError,
-        ValueError,
-    ):
+        file = try_to_load_from_cache(name, CONFIG, revision=revision)
+    except HFValidationError:  # the path of a folder that is gone
         return None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
@@ -268,13 +264,11 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
             )
         ]
     for file in files:
-        _check_link(file, folder)
+        check_file(file, folder)
         if file.suffix and file.is_dir():
             raise UserError(
-                f"{file}: is a folder, a file is needed; fetch it again, or remove it"
+                f"{file}: is a folder, a file is needed; {_FETCH_OR_REMOVE}"
             )
-    for file in files:
-        check_regular(file, _FETCH_OR_REMOVE)
     return sorted(file for file in files if file.is_file())
 
 
@@ -297,12 +291,6 @@ def check_file(file: Path, folder: Path) -> None:
         UserError: it is a link to a file outside `folder` or to nothing, a pipe, a
             socket or a device.
     """
-    _check_link(file, folder)
-    check_regular(file, _FETCH_OR_REMOVE)
-
-
-def _check_link(file: Path, folder: Path) -> None:
-    """Refuse a link to nothing, or to a file that is none of its checkpoint's."""
     # Links above the folder are resolved on both sides: only those inside it count.
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     is_snapshot = root.parent.name == "snapshots"
@@ -317,41 +305,28 @@ def _check_link(file: Path, folder: Path) -> None:
         raise UserError(
             f"{file}: is a link to {target}, which does not exist; fetch the file again"
         )
+    check_regular(file, _FETCH_OR_REMOVE)
 
 
-def read_config(
-    folder: Path, any_family: bool = False
-) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
-    """Return the raw config of a checkpoint folder, its family, and its connectivity
-    (None for a base checkpoint).
+def read_config(folder: Path, any_family: bool = False) -> Checkpoint:
+    """Return the facts about a checkpoint in its folder's config.
 
     A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is
     rewritten in ours, and so is the model type where it is an alias.
 
     Raises:
-        UserError: no or damaged config; unsupported or dense family (allowed with
-            `any_family`); a FarSkip model type without `farskip` field, or the other
-            way round.
-    """
-    return _read_config(folder, any_family)[:3]
-
-
-def _read_config(
-    folder: Path, any_family: bool
-) -> tuple[dict[str, Any], Family | None, Connectivity | None, bool]:
-    """Return what `read_config` returns, and whether the file has another project's
-    keys.
+        UserError: no or damaged config, or generation settings that are damaged;
+            unsupported or dense family (allowed with `any_family`); a FarSkip model type
+            without `farskip` field, or the other way round.
     """
     # Before anything is opened: a link or a pipe is refused wherever it would be read.
     files_like(folder, _READ)
-    config = read_checkpoint_json(folder / CONFIG)
+    written = config = read_checkpoint_json(folder / CONFIG)
     where = str(folder / CONFIG)
     check_model_types(config, where)
-    model_type = config.get("model_type") or ""
-    has_others = has_other_names(config)
-    if has_others and not model_type.startswith(PREFIX):
+    if not str(config.get("model_type")).startswith(PREFIX):
         config = in_our_names(config, where)
-        model_type = config["model_type"]
+    model_type = config.get("model_type") or ""
     is_farskip = model_type.startswith(PREFIX)
     if is_farskip != ("farskip" in config):
         raise UserError(
@@ -359,26 +334,27 @@ def _read_config(
             f" is {'present' if 'farskip' in config else 'absent'}; convert the"
             " original checkpoint again with `fcsd convert`"
         )
-    if any_family and base_model_type(model_type) not in {*FAMILIES, *UNAVAILABLE}:
-        return config, None, None, has_others
-    try:
-        family = family_of(config)
-    except UserError as error:
-        hint = ""
-        named = {*FAMILIES, *UNAVAILABLE, *REFUSED}
-        if "auto_map" in config and base_model_type(model_type) not in named:
-            hint = (
-                "; the checkpoint has its own code: trust_remote_code=True (in a"
-                " recipe: model.trust_remote_code: true) loads it, but fcsd cannot"
-                " convert it"
-            )
-        raise UserError(f"{folder}: {error}{hint}") from None
-    return (
-        config,
-        family,
-        Connectivity.from_field(config["farskip"], where) if is_farskip else None,
-        has_others,
-    )
+    family = connectivity = None
+    if not any_family or base_model_type(model_type) in {*FAMILIES, *UNAVAILABLE}:
+        try:
+            family = family_of(config)
+        except UserError as error:
+            hint = ""
+            named = {*FAMILIES, *UNAVAILABLE, *REFUSED}
+            if "auto_map" in config and base_model_type(model_type) not in named:
+                hint = (
+                    "; the checkpoint has its own code: trust_remote_code=True (in a"
+                    " recipe: model.trust_remote_code: true) loads it, but fcsd cannot"
+                    " convert it"
+                )
+            raise UserError(f"{folder}: {error}{hint}") from None
+        if is_farskip:
+            connectivity = Connectivity.from_field(config["farskip"], where)
+    check_generation(folder)
+    # Without that file, transformers takes the end tokens from here.
+    _check_types(config, folder / CONFIG, _TOKENS)
+    foreign = family is not None and config is not written
+    return Checkpoint(folder, config, family, connectivity, foreign, (), None, {}, {})
 
 
 def check_model_types(config: Mapping[str, Any], where: str) -> None:
@@ -449,7 +425,7 @@ def _state(folder: Path) -> Any:
 
 
 def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
-    checkpoint = of_config(folder, any_family)
+    checkpoint = read_config(folder, any_family)
     weights = find_weights(folder, checkpoint.config)
     if weights is None:
         # The usual reasons for a folder without safetensors have separate messages:
@@ -474,10 +450,10 @@ def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
     shapes: Shapes = {}
     dtypes: dict[str, str] = {}
     for name in weights.names:
-        in_file = read_header(folder / name)[0]
+        in_file = read_header(folder / name)
         _check_shard(folder / name, weights, in_file.keys(), shapes)
-        shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
-        dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
+        shapes |= {key: tensor.shape for key, (tensor, _) in in_file.items()}
+        dtypes |= {key: tensor.dtype for key, (tensor, _) in in_file.items()}
     return _with_quantisation(
         replace(
             checkpoint,
@@ -498,7 +474,7 @@ def read_without_weights(folder: Path) -> Checkpoint:
     Raises:
         UserError: as `read_config`.
     """
-    checkpoint = of_config(folder)
+    checkpoint = read_config(folder)
     try:
         weights = read_checkpoint(folder)
     except UserError:  # no weights, some of them, or Git LFS pointers
@@ -516,18 +492,6 @@ def read_without_weights(folder: Path) -> Checkpoint:
         quantisation=weights.quantisation,
         leftover=weights.leftover,
     )
-
-
-def of_config(folder: Path, any_family: bool = False) -> Checkpoint:
-    """Return the facts about a checkpoint in its folder's config. Raises UserError as
-    `read_config`.
-    """
-    config, family, connectivity, has_others = _read_config(folder, any_family)
-    check_generation(folder)
-    # Without that file, transformers takes the end tokens from here.
-    _check_types(config, folder / CONFIG, _TOKENS)
-    foreign = family is not None and has_others
-    return Checkpoint(folder, config, family, connectivity, foreign, (), None, {}, {})
 
 
 def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
@@ -697,8 +661,8 @@ def check_weights_path(path: Path) -> None:
         ) from None
 
 
-def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return a safetensors file's header, and where the bytes of its tensors begin.
+def read_header(file: Path) -> dict[str, tuple[Stored, int]]:
+    """Return the tensors of a safetensors file, each with where its bytes begin.
 
     Raises:
         UserError: it cannot be read, or safetensors itself finds that the offsets do
@@ -712,7 +676,7 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
         # safetensors does not tell a file that may not be opened from a damaged one.
         with file.open("rb"), safe_open(file, framework="pt"):
             pass
-        return safetensors_header(file)
+        header, data = safetensors_header(file)
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise UserError(
@@ -730,3 +694,10 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
             f"{file}: damaged or incomplete safetensors file ({file.stat().st_size}"
             f" bytes; {error}); fetch it again"
         ) from None
+    tensors = {}
+    for name, entry in header.items():
+        # Offsets in a header count from its end.
+        begin, end = entry["data_offsets"]
+        stored = Stored(entry["dtype"], tuple(entry["shape"]), end - begin)
+        tensors[name] = stored, data + begin
+    return tensors

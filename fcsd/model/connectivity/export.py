@@ -308,8 +308,7 @@ def _write_beside_weights(
 ) -> None:
     if checkpoint.index is not None:
         shutil.copyfile(checkpoint.folder / checkpoint.index, folder / checkpoint.index)
-    hub = not Path(os.path.expanduser(source)).is_dir()
-    carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
+    carry_over(checkpoint.folder, folder, source)
     (folder / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
@@ -374,21 +373,23 @@ def link_or_copy(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-def carry_over(source: Path, folder: Path, repository: str | None = None) -> None:
+def carry_over(source: Path, folder: Path, name: str | Path | None = None) -> None:
     """Copy a checkpoint's files other than config and weights, so that tokenizer and
     processor load in `folder`.
 
     Their files stay as they are: `modeling_farskip.py` enters the model type in
     transformers' tables of both. Only code that they name and that does not lie beside
-    them is then named in its `repository`, `owner/name` on the Hub.
+    them is then named in its repository, if the checkpoint's `name` is that of one.
     """
+    is_on_hub = name is not None and not Path(os.path.expanduser(name)).is_dir()
+    repository = str(name) if is_on_hub else None
     for file in check_carried(source):
         target = folder / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, target)
-    for name in _CODE:
-        if (source / name).is_file():
-            _keep_code(source, folder, name, repository)
+    for code in _CODE:
+        if (source / code).is_file():
+            _keep_code(source, folder, code, repository)
 
 
 def code_files(folder: Path, module: str) -> list[Path]:

@@ -124,12 +124,11 @@ def not_loaded(
 
 
 class _Piece(NamedTuple):
-    """A tensor in an open file: its header entry, and where its bytes are."""
+    """A tensor in an open file, whose bytes begin at `begin`."""
 
-    header: dict[str, Any]
     stream: BinaryIO
+    stored: Stored
     begin: int
-    num_bytes: int
 
 
 @contextlib.contextmanager
@@ -185,16 +184,10 @@ def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]
     extra = not_loaded(model, names, family, checkpoint.folder)
     shards = []
     for file in checkpoint.weight_files if extra else ():
-        header, begin = read_header(checkpoint.folder / file)
-        if not (held := extra & header.keys()):
-            continue
-        stream = opened.enter_context((checkpoint.folder / file).open("rb"))
-        shard = {}
-        for name in held:
-            # Offsets in a header count from its end.
-            start, end = header[name]["data_offsets"]
-            shard[name] = _Piece(header[name], stream, begin + start, end - start)
-        shards.append(shard)
+        tensors = read_header(checkpoint.folder / file)
+        if held := extra & tensors.keys():
+            stream = opened.enter_context((checkpoint.folder / file).open("rb"))
+            shards.append({name: _Piece(stream, *tensors[name]) for name in held})
     return shards
 
 
@@ -244,7 +237,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not (folder / WEIGHTS).is_file():
         weight_map: dict[str, str] = read_json(folder / INDEX)["weight_map"]
         return weight_map
-    return dict.fromkeys(read_header(folder / WEIGHTS)[0], WEIGHTS)
+    return dict.fromkeys(read_header(folder / WEIGHTS), WEIGHTS)
 
 
 def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
@@ -264,10 +257,9 @@ def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
         weight_map |= dict.fromkeys(shard, name)
     sizes = {"total_size": 0, "total_parameters": 0}
     for file in names:
-        for header in read_header(folder / file)[0].values():
-            start, end = header["data_offsets"]
-            sizes["total_size"] += end - start
-            sizes["total_parameters"] += math.prod(header["shape"])
+        for stored, _ in read_header(folder / file).values():
+            sizes["total_size"] += stored.num_bytes
+            sizes["total_parameters"] += math.prod(stored.shape)
     write_json(
         folder / INDEX,
         {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))},
@@ -278,17 +270,12 @@ def _write_shard(path: Path, shard: Mapping[str, _Piece]) -> None:
     """Write a safetensors file of pieces of others, byte for byte, without reading a
     tensor into memory.
     """
-    tensors = {
-        name: Stored(
-            piece.header["dtype"], tuple(piece.header["shape"]), piece.num_bytes
-        )
-        for name, piece in shard.items()
-    }
 
     def write(name: str, target: BinaryIO) -> None:
-        copy_bytes(shard[name].stream, shard[name].begin, shard[name].num_bytes, target)
+        stream, stored, begin = shard[name]
+        copy_bytes(stream, begin, stored.num_bytes, target)
 
-    write_safetensors(path, tensors, write)
+    write_safetensors(path, {name: shard[name].stored for name in shard}, write)
 
 
 def _remove_promises(folder: Path, reason: str) -> None:

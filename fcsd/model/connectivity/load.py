@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import UserError, errors_begin, one_line
 from fcsd.base.files import decoded_floats, read_checkpoint_json
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
     Shapes,
     find_folder,
-    of_config,
     read_checkpoint,
+    read_config,
 )
 from fcsd.model.connectivity.modeling import (
     FamilyClasses,
@@ -97,30 +98,7 @@ def load_model(
             missing or unexpected. Weights are never left at random values, pickles are
             never read.
     """
-    return load_folder(
-        find_folder(path, revision),
-        connectivity=connectivity,
-        original=original,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        any_family=any_family,
-        weights=weights,
-        **options,
-    )
-
-
-def load_folder(
-    folder: Path,
-    *,
-    connectivity: Connectivity | None = None,
-    original: bool = False,
-    dtype: Any = "auto",
-    trust_remote_code: bool = False,
-    any_family: bool = False,
-    weights: bool = True,
-    **options: Any,
-) -> Any:
-    """Load the model in a folder that `find_folder` has returned; as `load_model`."""
+    folder = find_folder(path, revision)
     checkpoint = read_checkpoint(
         folder, (any_family or trust_remote_code) and connectivity is None
     )
@@ -259,7 +237,7 @@ def _load_unknown(
     """Load a model that fcsd does not know, as transformers does: the model, and its report."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = checkpoint.folder
+    folder, code = checkpoint.folder, options["trust_remote_code"]
     _check_loadable(checkpoint)
     if not weights:
         raise UserError(
@@ -267,16 +245,12 @@ def _load_unknown(
             " sharded"
         )
     try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
         if checkpoint.leftover:
-            code = options["trust_remote_code"]
-            options["config"] = without_quantisation_fields(
-                AutoConfig.from_pretrained(folder, trust_remote_code=code)
-            )
+            options["config"] = without_quantisation_fields(config)
         # The `model` section of a recipe sets it for the student; a dense teacher has none.
-        if "experts_implementation" in options and not _has_experts(
-            folder, options["trust_remote_code"]
-        ):
-            del options["experts_implementation"]
+        if not _has_experts(config):
+            options.pop("experts_implementation", None)
         # Sizes that do not match are in the report, and refused.
         chosen = {name: options[name] for name in _IMPLEMENTATIONS if name in options}
         with implementations(folder, chosen), _loading(checkpoint):
@@ -290,18 +264,14 @@ def _load_unknown(
         ) from None
 
 
-def _has_experts(folder: Path, trust_remote_code: bool) -> bool:
+def _has_experts(config: Any) -> bool:
     """Tell whether transformers can choose how a model's experts are computed; true for
     code in the model's own repository.
     """
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return True
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return bool(cls._can_set_experts_implementation())
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return cls is None or bool(cls._can_set_experts_implementation())
 
 
 def _check_sharded_loading(
@@ -335,7 +305,7 @@ def config_and_class(
     register_families(family)
     classes = classes_of(family)
     _check_classes(checkpoint, classes, experts_implementation)
-    config = _config_of(checkpoint, classes)
+    config = load_config(checkpoint)
     mask = moe_mask(config, family)
     if original and connectivity is not None:
         raise UserError(
@@ -401,9 +371,10 @@ def _check_classes(
             f"{where}: architectures names {other}, but model_type is '{model_type}';"
             " one of them is wrong, fetch the config again"
         )
-    if experts_implementation in (None, "eager"):
-        return
-    if not classes.model._can_set_experts_implementation():
+    if (
+        experts_implementation not in (None, "eager")
+        and not classes.model._can_set_experts_implementation()
+    ):
         raise UserError(
             f"{checkpoint.folder}: transformers refuses"
             f" experts_implementation={experts_implementation!r}: it computes the experts"
@@ -433,11 +404,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
     defaults filled in.
     """
     assert checkpoint.family is not None
-    return _config_of(checkpoint, classes_of(checkpoint.family))
-
-
-def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
-    """Return the config object of a checkpoint, by the classes of its family."""
+    classes = classes_of(checkpoint.family)
     config_class = classes.config
     if checkpoint.connectivity is not None:
         config_class = classes.farskip_config
@@ -458,10 +425,8 @@ def _config_of(checkpoint: Checkpoint, classes: FamilyClasses) -> Any:
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
     check_sizes(config, str(checkpoint.folder / CONFIG))
-    try:
+    with errors_begin(f"{checkpoint.folder}: "):
         family_of(config)
-    except UserError as error:
-        raise UserError(f"{checkpoint.folder}: {error}") from None
     return config
 
 
@@ -472,7 +437,7 @@ def check_config(folder: Path) -> None:
     Raises:
         UserError: as `read_config` and `load_config`.
     """
-    checkpoint = of_config(folder, any_family=True)
+    checkpoint = read_config(folder, any_family=True)
     if checkpoint.family is not None:
         load_config(checkpoint)
 
@@ -512,12 +477,15 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
             none of the model's.
     """
     model = build_on_meta(checkpoint, config, cls)
-    in_files, in_memory, tied = layouts = _expected_shapes(model)
+    state = model.state_dict()
+    in_memory = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    layouts = shapes_in_files(model, state), in_memory, tied
     if checkpoint.quantisation is not None:
         _check_quantised(checkpoint, *layouts)
         return set()
     _check_plain(checkpoint, cls, *layouts)
-    unexpected = {*checkpoint.shapes} - {*in_files, *in_memory, *tied}
+    unexpected = {*checkpoint.shapes}.difference(*layouts)
     if not unexpected:
         return set()
     from fcsd.model.connectivity.extra_tensors import not_loaded
@@ -547,15 +515,11 @@ def _check_plain(
     without some tensors.
     """
     have = checkpoint.shapes.keys()
-    known = {
-        name: in_files.get(name) or in_memory.get(name)
-        for name in {**in_memory, **in_files}
-    }
+    known = in_memory | in_files
     others = [
         name
         for name, shape in checkpoint.shapes.items()
-        if known.get(name) is not None
-        and shape not in (known[name], in_memory.get(name))
+        if name in known and shape not in (known[name], in_memory.get(name))
     ]
     # The body alone, saved without its head, has all names without the prefix. That is
     # worth a sentence of its own; otherwise every tensor would be reported missing.
@@ -571,7 +535,7 @@ def _check_plain(
         raise _quantised_or(
             checkpoint,
             others[0] in quantised_tensors(checkpoint.dtypes),
-            _other_shape(checkpoint, others[0], known[others[0]] or ()),
+            _other_shape(checkpoint, others[0], known[others[0]]),
         )
     if not has_prefix and any(name.startswith(prefix) for name in in_files):
         raise UserError(
@@ -647,18 +611,12 @@ def _incomplete(checkpoint: Checkpoint, missing: Sequence[str]) -> str:
     )
 
 
-def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
-    """Return (name -> shape in files, name -> shape in memory, names that are tied to
-    another tensor).
-    """
+def shapes_in_files(model: Any, state: dict[str, Tensor]) -> Shapes:
+    """Return names and shapes in checkpoint files of tensors in a model's state dict."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    states = revert_weight_conversion(model, model.state_dict()), model.state_dict()
-    in_files, in_memory = (
-        {name: tuple(tensor.shape) for name, tensor in state.items()}
-        for state in states
-    )
-    return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})
+    reverted = revert_weight_conversion(model, state)
+    return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
 
 
 _PROBLEMS = {

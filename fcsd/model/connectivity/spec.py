@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Rule, Strict, refuse
+from fcsd.base.strict import Strict
 from fcsd.model.connectivity.selection import (
     MlpInput,
     Selection,
@@ -162,11 +162,28 @@ class Connectivity:
         """Read a `farskip` field back; raises UserError for another version or a
         malformed field.
         """
-        refuse(*_FIELD, of=(field, where))
+        version = field.get("version") if isinstance(field, Mapping) else None
+        if version != VERSION:
+            raise UserError(
+                f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
+                f" {version!r}"
+            )
+        # An unknown key may change the meaning of the others, so none is ignored.
+        keys = {"version", "layers", "attention", "mlp"}
+        if {*field} != keys or not isinstance(field["layers"], list):
+            raise UserError(
+                f"{where}: farskip: needs exactly the keys version, layers (a list),"
+                f" attention, mlp; got {dict(field)!r}"
+            )
+        mlp = field["mlp"]
+        if mlp not in ("outdated", "full") and not isinstance(mlp, list):
+            raise UserError(
+                f"mlp: must be 'outdated', 'full' or a list of layers, got {mlp!r}"
+            )
         # A selection refuses an empty list, as a slip; in a field it is the regular
         # model.
         layers: Selection = field["layers"] or "none"
-        return Connectivity(layers, field["attention"], field["mlp"])
+        return Connectivity(layers, field["attention"], mlp)
 
 
 class ConnectivityConfig(Strict):
@@ -232,49 +249,14 @@ def chosen_connectivity(
     """Return the connectivity that a selection and two sides choose; None where all are
     left out, and a checkpoint keeps its own.
     """
-    if layers is None:
-        if (attention, mlp) == (Connectivity.attention, Connectivity.mlp):
-            return None
+    chosen = (attention, mlp) != (Connectivity.attention, Connectivity.mlp)
+    if layers is None and chosen:
         layers = "all"
     return connectivity_of(layers, attention, mlp)
 
 
 VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
-
-
-def _version(field: Any) -> Any:
-    return field.get("version") if isinstance(field, Mapping) else None
-
-
-_FIELD: tuple[Rule, ...] = (
-    (
-        lambda field, where: _version(field) != VERSION,
-        lambda field, where: (
-            f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
-            f" {_version(field)!r}"
-        ),
-    ),
-    # An unknown key may change the meaning of the others, so none is ignored.
-    (
-        lambda field, where: (
-            set(field) != {"version", "layers", "attention", "mlp"}
-            or not isinstance(field["layers"], list)
-        ),
-        lambda field, where: (
-            f"{where}: farskip: needs exactly the keys version, layers (a list),"
-            f" attention, mlp; got {dict(field)!r}"
-        ),
-    ),
-    (
-        lambda field, where: (
-            field["mlp"] not in ("outdated", "full")
-            and not isinstance(field["mlp"], list)
-        ),
-        "mlp: must be 'outdated', 'full' or a list of layers, got {0[mlp]!r}",
-    ),
-)
-"""Of a `farskip` field, and the file that has it."""
 
 
 def outdated_layers(field: Mapping[str, Any]) -> list[int]:

@@ -183,14 +183,8 @@ def expert_counts(config: Any) -> tuple[int | None, int | None]:
     """
 
     def first(names: tuple[str, ...]) -> int | None:
-        return next(
-            (
-                value
-                for name in names
-                if isinstance(value := read_field(config, name), int)
-            ),
-            None,
-        )
+        values = (read_field(config, name) for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
 
     return first(EXPERTS), first(EXPERTS_PER_TOKEN)
 
@@ -229,6 +223,13 @@ def check_not_refused(model_type: str) -> None:
         )
 
 
+def _get(config: Any, name: str, default: Any = None) -> Any:
+    """Read a field of a config object, or of its mapping."""
+    if isinstance(config, Mapping):
+        return config.get(name, default)
+    return getattr(config, name, default)
+
+
 def family_of(config: Any) -> Family:
     """Find the family of a checkpoint.
 
@@ -242,12 +243,7 @@ def family_of(config: Any) -> Family:
             a part that the equations of its family do not cover.
     """
 
-    def get(name: str) -> Any:
-        if isinstance(config, Mapping):
-            return config.get(name)
-        return getattr(config, name, None)
-
-    model_type = get("model_type")
+    model_type = _get(config, "model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UserError(
             "config.json: model_type is missing; a Hugging Face checkpoint names its"
@@ -258,7 +254,7 @@ def family_of(config: Any) -> Family:
     if family is None:
         near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
         hint = f"; the nearest that are: {', '.join(near)}" if near else ""
-        if not any(get(name) for name in (*EXPERTS, *_SECTIONS)):
+        if not any(_get(config, name) for name in (*EXPERTS, *_SECTIONS)):
             from transformers import CONFIG_MAPPING
 
             # Only of types that transformers knows is it sure that they have no experts.
@@ -283,13 +279,9 @@ def family_of(config: Any) -> Family:
             f" layers is an MoE layer (config fields: {', '.join(fields)}); FarSkip"
             " needs at least one"
         )
-    text = (get("text_config") or config) if family.multimodal else config
+    text = (_get(config, "text_config") or config) if family.multimodal else config
     for field, value, reason in family.requires:
-        if isinstance(text, Mapping):
-            actual = text.get(field, value)
-        else:
-            actual = getattr(text, field, value)
-        if actual != value:
+        if (actual := _get(text, field, value)) != value:
             raise UserError(
                 f"model type '{model_type}': {field}: {actual} is not supported, only"
                 f" {value}, because {reason}"
@@ -311,8 +303,6 @@ _AT_LEAST_ZERO = {
 }  # fmt: skip
 """Sizes of parts that a model may lack."""
 _ADVICE = "; correct it, or fetch the config again"
-_HEADS = ("num_attention_heads", "num_key_value_heads")
-_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def check_sizes(config: Any, where: str) -> None:
@@ -359,7 +349,10 @@ def _problems(text: Any) -> Iterator[str]:
         least = 0 if name in _AT_LEAST_ZERO | latent else 1
         if isinstance(value, int | float) and value < least:
             yield f"{name} must be at least {least}, got {value}"
-    heads, shared = (_value(text, name) for name in _HEADS)
+    heads, shared = (
+        _value(text, "num_attention_heads"),
+        _value(text, "num_key_value_heads"),
+    )
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         yield (
             f"num_attention_heads must be a multiple of num_key_value_heads, {shared}, got"
@@ -393,7 +386,8 @@ def _rope_bases(text: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each base of a rotary embedding; layers of several kinds
     have one each.
     """
-    sections = [getattr(text, name, None) for name in _ROPE]
+    names = ("rope_parameters", "rope_scaling")
+    sections = [getattr(text, name, None) for name in names]
     for section in [section for section in sections if isinstance(section, dict)]:
         kinds = [kind for kind in section.values() if isinstance(kind, dict)]
         for values in (section, *kinds):

@@ -17,9 +17,8 @@ loss in a row does not either.
 Not covered: saving the work and traffic of dropped pairs.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.families.routers import find_routers
+from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
 
 Drop = Literal["order", "weight"]
@@ -107,6 +106,16 @@ class Dropping:
         dropped, total = torch.stack(pairs).sum(0)
         return dropped, total
 
+    def weights(
+        self, number: int, module: nn.Module, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Return the routing weights (N, K) of a layer, whose experts are `module`, with 0
+        and no gradient for dropped pairs.
+        """
+        if self.training_only and not module.training:
+            return weights
+        return weights.masked_fill(~self.kept(number, experts, weights), 0)
+
     @torch.no_grad()
     def kept(self, number: int, experts: Tensor, weights: Tensor) -> Tensor:
         """Return which pairs (N, K) of a layer's router are kept; padding keeps its
@@ -141,39 +150,25 @@ class Dropping:
         return keeps
 
 
-class _Cap:
-    """The hook in front of one layer's experts."""
-
-    def __init__(self, dropping: Dropping, number: int, experts: nn.Module):
-        self.dropping, self.number, self.experts = dropping, number, experts
-
-    def weights(self, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the routing weights (N, K), with 0 and no gradient for dropped pairs."""
-        if self.dropping.training_only and not self.experts.training:
-            return weights
-        return weights.masked_fill(
-            ~self.dropping.kept(self.number, experts, weights), 0
-        )
-
-    def hook(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Change the weights that the experts are called with."""
-        runtime = getattr(self.experts, "farskip_ep", None)
-        if runtime is not None and runtime.has_rows:
-            return None  # the rows have been dispatched already
-        names = _arguments(self.experts)
-        values = [*args, *(kwargs[name] for name in names[len(args) :])]
-        options = {name: value for name, value in kwargs.items() if name not in names}
-        return capped(self.experts, tuple(values)), options
+def _before_experts(experts: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Change the weights that experts are called with."""
+    runtime = getattr(experts, "farskip_ep", None)
+    if runtime is not None and runtime.has_rows:
+        return None  # the rows have been dispatched already
+    names = _arguments(experts)
+    values = [*args, *(kwargs[name] for name in names[len(args) :])]
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    return capped(experts, tuple(values)), options
 
 
 def capped(experts: Any, chosen: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments (rows, choices, weights, ...) with the weights of dropped
     pairs set to 0, for callers that bypass the experts' hooks.
     """
-    cap: _Cap | None = experts.__dict__.get("farskip_cap")
+    cap = experts.__dict__.get("farskip_cap")
     if cap is None:
         return chosen
-    return (*chosen[:2], cap.weights(*chosen[1:3]), *chosen[3:])
+    return (*chosen[:2], cap(*chosen[1:3]), *chosen[3:])
 
 
 @contextlib.contextmanager
@@ -203,7 +198,7 @@ def dropping(
             " drop must be order or weight"
         )
     owner, state = unwrapped(model), Dropping(model, factor, drop, training_only)
-    caps = [_cap(owner, state, number) for number in range(len(state.routers))]
+    all_experts = [_experts_of(owner, router) for router in state.routers]
 
     def begin_pass(_: nn.Module, args: Any, kwargs: Any) -> None:
         mask = kwargs.get("attention_mask")
@@ -226,12 +221,15 @@ def dropping(
             stack.callback(
                 owner.register_forward_pre_hook(begin_pass, with_kwargs=True).remove
             )
-        for cap in caps:
+        for number, experts in enumerate(all_experts):
             stack.callback(
-                cap.experts.register_forward_pre_hook(cap.hook, with_kwargs=True).remove
+                experts.register_forward_pre_hook(
+                    _before_experts, with_kwargs=True
+                ).remove
             )
-            cap.experts.__dict__["farskip_cap"] = cap
-            stack.callback(cap.experts.__dict__.pop, "farskip_cap")
+            cap = functools.partial(state.weights, number, experts)
+            experts.__dict__["farskip_cap"] = cap
+            stack.callback(experts.__dict__.pop, "farskip_cap")
         yield state
 
 
@@ -243,16 +241,14 @@ def _arguments(experts: Any) -> list[str]:
     return list(inspect.signature(type(base).forward).parameters)[1:4]
 
 
-def _cap(owner: Any, dropping: Dropping, number: int) -> _Cap:
-    router, kind = dropping.routers[number], owner.config.model_type
+def _experts_of(owner: Any, router: Router) -> nn.Module:
+    """Return the experts whose choices a router makes, if pairs of them can be dropped."""
     # Experts that choices and weights are passed to lie beside their router.
-    experts = dict(owner.named_modules()).get(
-        f"{router.name.rpartition('.')[0]}.experts"
-    )
+    experts = dict(owner.named_modules()).get(router.experts_name)
     if experts is None or len(_arguments(experts)) < 3:
         raise UserError(
-            f"capacity factor: the experts of model type '{kind}' are not called with"
-            " the choices and weights of a router, so no pair can be dropped; leave"
+            f"capacity factor: the experts of model type '{owner.config.model_type}' are"
+            " not called with the choices and weights of a router, so no pair can be dropped; leave"
             " the factor out"
         )
     if "farskip_cap" in experts.__dict__:
@@ -264,4 +260,4 @@ def _cap(owner: Any, dropping: Dropping, number: int) -> _Cap:
             "capacity factor: ranks under tensor parallelism share their tokens;"
             " distribute the experts by all-to-all"
         )
-    return _Cap(dropping, number, experts)
+    return experts

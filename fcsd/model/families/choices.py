@@ -42,13 +42,12 @@ class Recording:
         Raise UserError if a router has none.
         """
         calls, self._calls = self._calls, [[] for _ in self.routers]
+        routed = []
         for router, records in zip(self.routers, calls, strict=True):
             if not records:
                 raise UserError(
                     f"router {router.name} chose nothing: its layer has not run"
                 )
-        routed = []
-        for records in calls:
             experts = torch.cat([record.experts for record in records])
             logits = torch.cat([record.logits for record in records])
             routed.append(Routed(experts, logits))
@@ -135,7 +134,7 @@ def recording(model: nn.Module, *, with_gradient: bool = False) -> Iterator[Reco
     for index, router in enumerate(recorder.routers):
         before_experts, after_router = recorder.hooks(index)
         router_hooks.append((router.module, after_router))
-        experts = modules.get(f"{router.name.rpartition('.')[0]}.experts")
+        experts = modules.get(router.experts_name)
         if experts is not None:
             expert_hooks.append((experts, before_experts))
     # Before all other hooks: those of tensor-parallel plans replace the experts of other

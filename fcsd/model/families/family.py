@@ -108,8 +108,9 @@ class Family:
     """Class of the configuration, NAMEConfig; the other classes that a row leaves out
     begin with NAME, or with `classes_of`.
     """
-    moe_block: str
-    """Class of the MoE block, or its base; a layer whose `moe` is no such block is dense."""
+    moe_block: str = ""
+    """Class of the MoE block, or its base; a layer whose `moe` is no such block is dense.
+    By default NAMESparseMoeBlock."""
     mlp_block: str | None = None
     """Class of a dense MLP, if `moe` may also be attention or another mixer (layout
     blocks)."""
@@ -260,6 +261,7 @@ class Family:
             "causal_lm": causal_lm,
             "base_model": f"{name}Model",
             "decoder_layer": f"{name}DecoderLayer",
+            "moe_block": f"{name}SparseMoeBlock",
             "auto_model": (
                 "AutoModelForCausalLM" if text else "AutoModelForImageTextToText"
             ),

@@ -95,7 +95,6 @@ WRAPPERS: tuple[Family, ...] = (
         folding=Folding(routed_factor="routed_scaling_factor"),
         config="Step3p7Config",
         causal_lm="Step3p7ForConditionalGeneration",
-        moe_block="Step3p7SparseMoeBlock",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
     ),

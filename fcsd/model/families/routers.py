@@ -38,6 +38,11 @@ class Router:
     logits_index: int
 
     @property
+    def experts_name(self) -> str:
+        """The name of the experts beside the router, if the family has them there."""
+        return f"{self.name.rpartition('.')[0]}.experts"
+
+    @property
     def by_token(self) -> bool:
         """Whether a table over the vocabulary chooses the experts and the logits only
         weigh them, as in the first layers of DeepSeek-V4.

@@ -2,8 +2,6 @@
 scaled.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
@@ -25,7 +23,7 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
     logit_scale: the config's field of `LOGIT_SCALES`, or its inverse; 1 without such a
     field. softcap: `final_logit_softcapping`, or None.
     """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config()
     scale = 1.0
     for name, power in LOGIT_SCALES.items():
         if (value := getattr(config, name, None)) is not None:
@@ -37,7 +35,7 @@ def unpadded_vocab_size(config: Any) -> int | None:
     """Return the number of rows of the head that are tokens, if the config says so
     (inkling families); None: all.
     """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config()
     size = getattr(config, "unpadded_vocab_size", None)
     # A vocabulary that was cut may be smaller.
     return None if size is None else min(size, config.vocab_size)

@@ -23,9 +23,7 @@ def families_facts(overlap: Callable[[Family], Mapping[str, Any]]) -> dict[str, 
     """
     facts: list[dict[str, Any]] = []
     for name, family in sorted(FAMILIES.items()):
-        dense_layers: list[str] = []
-        if family.moe_layers != "all":
-            dense_layers = list(MOE_LAYERS[family.moe_layers][0])
+        fields, _ = MOE_LAYERS[family.moe_layers]
         facts.append(
             {
                 "model_type": name,
@@ -33,7 +31,7 @@ def families_facts(overlap: Callable[[Family], Mapping[str, Any]]) -> dict[str, 
                 "multimodal": family.multimodal,
                 "shared_experts": bool(family.block_shared or family.layer_shared),
                 "additive": family.additive,
-                "dense_layers": dense_layers,
+                "dense_layers": [] if family.moe_layers == "all" else list(fields),
                 "reference": family.reference,
                 "training": dict(overlap(family)),
                 "served_by": served_by(name),

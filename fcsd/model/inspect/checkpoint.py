@@ -25,6 +25,7 @@ from fcsd.model.connectivity.checkpoint import (
     check_carried,
     check_model_types,
     files_like,
+    first_line,
     local_folder,
 )
 from fcsd.model.families import FAMILIES, check_sizes, null_sizes, refused_config
@@ -120,7 +121,7 @@ def _config(file: Path, where: str) -> dict[str, Any]:
 
 
 def _remote(name: str, revision: str | None) -> Source:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi
 
     shipped = shipped_config(name) if revision is None else None
     try:
@@ -134,10 +135,6 @@ def _remote(name: str, revision: str | None) -> Source:
             return Source(
                 config, where, {}, (), quantisation=quantisation, shipped=True
             )
-        if str(error).strip():
-            reason = str(error).strip().splitlines()[0]
-        else:
-            reason = type(error).__name__
         ids = [
             repository
             for model in shipped_models().values()
@@ -147,7 +144,7 @@ def _remote(name: str, revision: str | None) -> Source:
         guess = near.removeprefix("; ") + " There is " if near.endswith("?") else ""
         raise UserError(
             f"{name}: {guess}no such folder, and the Hub did not give {CONFIG} of a repository"
-            f" of this name: {reason.rstrip('.')}; without the Hub, fcsd knows the configs of"
+            f" of this name: {first_line(error).rstrip('.')}; without the Hub, fcsd knows the configs of"
             f" {', '.join(shipped_ids())}"
         ) from None
     try:
@@ -163,10 +160,7 @@ def _remote(name: str, revision: str | None) -> Source:
     quantisation = said_quantisation(config)
     if quantisation is None and any(file.rfilename == MODELOPT for file in files):
         with suppress(Exception):  # optional, like the sizes
-            settings = read_checkpoint_json(
-                Path(hf_hub_download(name, MODELOPT, revision=revision))
-            )
-            quantisation = modelopt_quantisation(settings)
+            quantisation = modelopt_quantisation(_read_remote(name, MODELOPT, revision))
     loaded = _loaded(name, revision, sizes, config)
     return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=quantisation)
 
@@ -190,6 +184,12 @@ def _fetched(name: str, revision: str | None, *, once: bool) -> Path:
     )
 
 
+def _read_remote(name: str, file: str, revision: str | None) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+
+    return read_checkpoint_json(Path(hf_hub_download(name, file, revision=revision)))
+
+
 def _loaded(
     name: str, revision: str | None, sizes: Mapping[str, int], config: Mapping[str, Any]
 ) -> dict[str, int]:
@@ -207,12 +207,8 @@ def _loaded(
             file for file in sizes if file.endswith(".safetensors") and "/" not in file
         }
     if first in sizes and first.endswith(".json"):
-        from huggingface_hub import hf_hub_download
-
         with suppress(Exception):  # the sizes are optional
-            index = read_checkpoint_json(
-                Path(hf_hub_download(name, first, revision=revision))
-            )
+            index = _read_remote(name, first, revision)
             names = {str(file) for file in index["weight_map"].values()}
     return {file: sizes[file] for file in sorted(names) if file in sizes}
 

@@ -32,8 +32,7 @@ def layer_cache_bytes(config: Any, num_tokens: int) -> list[int] | None:
     """Compute `cache_bytes` layer by layer."""
     by_layer = []
     windows = attention_windows(config)
-    layers = zip(_kinds(config), layer_configs(config), windows, strict=False)
-    for kind, layer, window in layers:
+    for (kind, layer), window in zip(_layers(config), windows, strict=True):
         per_token = 0 if kind in _WITHOUT_KEYS else _numbers_per_token(layer)
         if per_token is None:
             return None
@@ -54,7 +53,7 @@ def attention_windows(config: Any) -> list[int | None]:
     }
     return [
         getattr(layer, names[kind], None) if kind in names else None
-        for kind, layer in zip(_kinds(config), layer_configs(config), strict=False)
+        for kind, layer in _layers(config)
     ]
 
 
@@ -64,14 +63,15 @@ def selected_tokens(config: Any) -> list[int | None]:
     """
     return [
         getattr(layer, "index_topk", None) if kind == "indexed_attention" else None
-        for kind, layer in zip(_kinds(config), layer_configs(config), strict=False)
+        for kind, layer in _layers(config)
     ]
 
 
-def _kinds(config: Any) -> list[str]:
-    kinds = getattr(config, "layer_types", None)
+def _layers(config: Any) -> list[tuple[str, Any]]:
+    """Return the kind of each layer's attention, and its config."""
     num_layers = config.num_hidden_layers
-    return list(kinds or ["full_attention"] * num_layers)[:num_layers]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    return list(zip(kinds[:num_layers], layer_configs(config), strict=False))
 
 
 def layer_configs(config: Any) -> list[Any]:

@@ -7,12 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.aliases import (
-    check_described,
-    from_instella,
-    has_instella_keys,
-    instella_type,
-)
+from fcsd.model.connectivity.aliases import has_instella_keys, instella_type
 from fcsd.model.connectivity.selection import resolve_layers
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
@@ -166,14 +161,13 @@ def _of_a_family(
     from fcsd.model.connectivity.modeling import classes_of
     from fcsd.model.inspect.parameters import count_parameters
 
-    cls = classes_of(family).model
-    config_class = classes_of(family).config
-    config = config_object(config_class, raw, family.model_type, source.where)
+    classes = classes_of(family)
+    config = config_object(classes.config, raw, family.model_type, source.where)
     mask = moe_mask(config, family)
     text = text_config(config, family)
     experts, per_token = expert_counts(text)
     with torch.device("meta"):
-        model = build_regular(cls._from_config, config, source.where)
+        model = build_regular(classes.model._from_config, config, source.where)
     parameters = count_parameters(model, family, experts, per_token)
     # The family is listed, but this model of it may be dense, or have a part that is
     # not supported.
@@ -182,7 +176,7 @@ def _of_a_family(
         family_of(config)
     except UserError as error:
         reason = _reason(error)
-    connectivity, problem = _connectivity(raw, mask, source)
+    connectivity, problem = _connectivity(mask, source)
     keys = "instella" if has_instella_keys(raw) else "fcsd"
     shared = bool(parameters["parts"].get("shared_experts"))
     return {
@@ -279,21 +273,16 @@ def _count_largest(config: Any) -> int | None:
 
 
 def _connectivity(
-    raw: Mapping[str, Any], mask: list[bool], source: Source
+    mask: list[bool], source: Source
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return the checkpoint's `farskip` field, translated from AMD's keys if it has
     those, and an error in it.
     """
-    is_farskip = str(raw["model_type"]).startswith(PREFIX)
-    if not is_farskip and not has_instella_keys(raw):
-        return None, None
     try:
-        if is_farskip:
-            connectivity = Connectivity.from_field(raw["farskip"], source.where)
-        else:
-            check_described(raw, source.where)
-            connectivity = from_instella(raw, mask, source.where)
-        field = connectivity.field(mask)
+        written = source.own_config.get("farskip")
+        if written is None:
+            return None, None
+        field = Connectivity.from_field(written, source.where).field(mask)
     except UserError as error:
         return None, str(error)
     return (field if field["layers"] else None), None

@@ -28,67 +28,48 @@ def report_table(facts: Mapping[str, Any]) -> str:
     """Format the facts of `fcsd.model.inspect.inspect_model` as `fcsd inspect` prints
     them.
     """
-    return "\n\n".join(
-        "\n".join(part) for part in (_head(facts), *_tables(facts)) if part
-    )
+    head = [named(*row) for row in _head(facts)]
+    return "\n\n".join("\n".join(part) for part in (head, *_tables(facts)))
 
 
-def _head(facts: Mapping[str, Any]) -> list[str]:
-    layers = facts["layers"]
-    experts = facts["experts"]
-    connectivity = facts["connectivity"]
-    rows = [
-        (
-            "model",
-            facts["model"] + (f" @ {facts['revision']}" if facts["revision"] else ""),
-        ),
-        (
-            "family",
-            f"{_family(facts)}, {facts['architecture'] or 'architecture not named'}",
-        ),
-        ("conversion", _conversion(facts)),
-        ("layers", _layers(layers)),
-        ("experts", _experts(experts)),
-        ("connectivity", _connectivity(connectivity, layers["total"])),
-    ]
+def _head(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the facts that take a line each."""
+    revision = f" @ {facts['revision']}" if facts["revision"] else ""
+    yield "model", facts["model"] + revision
     if facts["shipped_config"]:
-        text = "config.json as shipped with fcsd; the Hub did not give it"
-        rows.insert(1, ("config", text))
+        yield "config", "config.json as shipped with fcsd; the Hub did not give it"
+    architecture = facts["architecture"] or "architecture not named"
+    yield "family", f"{_family(facts)}, {architecture}"
+    yield "conversion", _conversion(facts)
+    yield "layers", _layers(facts["layers"])
+    yield "experts", _experts(facts["experts"])
+    yield (
+        "connectivity",
+        _connectivity(facts["connectivity"], facts["layers"]["total"]),
+    )
     if facts["needs"]:
-        rows.append(("to run it", facts["needs"]))
+        yield "to run it", facts["needs"]
     if facts["serve_command"]:
-        rows.append(
-            (
-                "serving",
-                (
-                    f"{facts['serve_command']}   (vLLM with fcsd-serving:"
-                    f" {plugin_install()})"
-                ),
-            )
+        yield (
+            "serving",
+            f"{facts['serve_command']}   (vLLM with fcsd-serving: {plugin_install()})",
         )
     if facts["quantization"]:
-        rows.append(
-            (
-                "quantised",
-                (
-                    f"{facts['quantization']}; memory below is that of the model"
-                    " without it"
-                ),
-            )
+        yield (
+            "quantised",
+            f"{facts['quantization']}; memory below is that of the model without it",
         )
         if facts["loading_problem"]:
-            rows.append(
-                ("to load it", f"not on this machine: {facts['loading_problem']}")
-            )
+            yield "to load it", f"not on this machine: {facts['loading_problem']}"
         if facts["training_problem"]:
-            rows.append(("to train it", f"not possible: {facts['training_problem']}"))
+            yield "to train it", f"not possible: {facts['training_problem']}"
     # Never together with the rows above: left-over fields do not count as quantised.
     if facts["leftover_quantization"]:
-        text = (
+        yield (
+            "quantised",
             f"no: the fields of {facts['leftover_quantization']} are left over, and"
-            " `fcsd convert` leaves them out"
+            " `fcsd convert` leaves them out",
         )
-        rows.append(("quantised", text))
     if (files := facts["files"]) is not None:
         text = (
             f"{files['count']} safetensors, {size(files['total_bytes'])}, largest"
@@ -98,16 +79,15 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
             text += (
                 f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
             )
-        rows.append(("weights", text))
+        yield "weights", text
         if facts["stale_index"]:
-            rows.append(("STALE INDEX", facts["stale_index"]))
+            yield "STALE INDEX", facts["stale_index"]
     elif facts["config_only"]:
-        text = (
+        yield (
+            "weights",
             "none: written by `fcsd convert --config-only`, for servers with dummy"
-            " weights, which `fcsd-bench serve` times"
+            " weights, which `fcsd-bench serve` times",
         )
-        rows.append(("weights", text))
-    return [named(*row) for row in rows]
 
 
 def _family(facts: Mapping[str, Any]) -> str:
@@ -177,22 +157,22 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             for name, chosen in facts["selections"].items()
         ]
         yield [markdown(["--layers", "rewired", "of them MoE", "which"], rows)]
-    if (parameters := facts["parameters"]) is not None:
-        rows = [
-            [PARTS[part], f"{row['total']:,}", _number(row["active"])]
-            for part, row in parameters["parts"].items()
-        ]
-        rows.append(["all", f"{parameters['total']:,}", _number(parameters["active"])])
-        yield [markdown(["parameters", "total", "one text token uses"], rows)]
+    parameters = facts["parameters"]
     # transformers cannot build its model, so its memory is unknown too.
-    else:
+    if parameters is None:
         text = (
             "unknown: transformers has no class for this model type, and no remote code"
             " is run"
         )
         yield [named("parameters", text)]
-    if parameters is not None:
-        yield _memory(facts["memory"])
+        return
+    rows = [
+        [PARTS[part], f"{row['total']:,}", _number(row["active"])]
+        for part, row in parameters["parts"].items()
+    ]
+    rows.append(["all", f"{parameters['total']:,}", _number(parameters["active"])])
+    yield [markdown(["parameters", "total", "one text token uses"], rows)]
+    yield _memory(facts["memory"])
 
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:

@@ -10,12 +10,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from fcsd.base.artifact import check_checkpoint, command_record, model_outputs
@@ -24,7 +25,6 @@ from fcsd.base.files import (
     file_sha256,
     file_state,
     read_sealed,
-    safetensors_header,
     write_sealed,
 )
 from fcsd.base.text import progress_bar
@@ -32,7 +32,6 @@ from fcsd.base.weights import (
     Stored,
     copy_bytes,
     fingerprint_of,
-    shard_names,
     weight_files,
     write_safetensors,
 )
@@ -46,10 +45,10 @@ from fcsd.base.writing import (
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
-    WEIGHTS,
     Checkpoint,
     check_weights_path,
     read_checkpoint,
+    read_header,
 )
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
@@ -92,7 +91,6 @@ def write_copy(
     checkpoint: Checkpoint,
     destination: Path,
     copy: Copy,
-    shard_bytes: int,
 ) -> None:
     """Write a copy, or continue one that was cut off.
 
@@ -110,11 +108,20 @@ def write_copy(
     with writing(partial):
         begun = _begin(checkpoint, partial / record)
         folder.mkdir(exist_ok=True)
-        _write_shards(copy, partial / record, begun, shard_bytes)
-        _write_rest(source, checkpoint, folder, copy.config)
+        _write_shards(copy, partial / record, begun)
+        if checkpoint.connectivity is not None and checkpoint.family is not None:
+            write_code(checkpoint.folder, checkpoint.family, folder)
+        carry_over(checkpoint.folder, folder, source)
+        write_json(folder / CONFIG, copy.config)
         # Before the rename: a folder of the destination's name is whole and right.
-        _check_result(folder)
-        _leave_manifest(copy.command, folder, begun["shards"])
+        result = read_checkpoint(folder, any_family=True)
+        if result.family is not None:
+            check_tensors(result, *config_and_class(result))
+        # With these hashes readers notice later changes.
+        names = [file.name for file in weight_files(folder)]
+        weights = fingerprint_of({name: begun["shards"][name] for name in names})
+        manifest = command_record(copy.command, outputs=model_outputs(folder, weights))
+        write_sealed(folder / "manifest.json", manifest)
         os.rename(folder, destination)  # which may be an empty folder
         shutil.rmtree(partial)
 
@@ -150,11 +157,10 @@ class Rows:
     in memory.
     """
 
-    def __init__(self, file: Path, entry: Mapping[str, Any], begin: int) -> None:
-        first, last = entry["data_offsets"]
-        self.file, self.shape = file, list(entry["shape"])
-        self.dtype = _DTYPES[entry["dtype"]]
-        self.begin, self.num_bytes = begin + first, last - first
+    def __init__(self, file: Path, stored: Stored, begin: int) -> None:
+        self.file, self.shape = file, list(stored.shape)
+        self.dtype = _DTYPES[stored.dtype]
+        self.begin, self.num_bytes = begin, stored.num_bytes
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -186,46 +192,45 @@ class Source:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder = checkpoint.folder
-        self.entries: dict[str, tuple[str, dict[str, Any], int]] = {}
-        for file in checkpoint.weight_files:
-            header, begin = safetensors_header(checkpoint.folder / file)
-            self.entries |= {
-                name: (file, entry, begin) for name, entry in header.items()
-            }
+        self.tensors: dict[str, tuple[Path, Stored, int]] = {}
+        for name in checkpoint.weight_files:
+            file = checkpoint.folder / name
+            for tensor, entry in read_header(file).items():
+                self.tensors[tensor] = file, *entry
 
     def rows(self, name: str) -> Rows:
-        file, entry, begin = self.entries[name]
-        return Rows(self.folder / file, entry, begin)
+        return Rows(*self.tensors[name])
 
     def stored(self, name: str) -> Stored:
-        entry = self.entries[name][1]
-        begin, end = entry["data_offsets"]
-        return Stored(entry["dtype"], tuple(entry["shape"]), end - begin)
+        return self.tensors[name][1]
 
     def copy(self, name: str, target: BinaryIO) -> None:
         """Write the bytes of a tensor."""
-        file, entry, begin = self.entries[name]
-        first, last = entry["data_offsets"]
-        with (self.folder / file).open("rb") as stream:
-            copy_bytes(stream, begin + first, last - first, target)
+        file, stored, begin = self.tensors[name]
+        with file.open("rb") as stream:
+            copy_bytes(stream, begin, stored.num_bytes, target)
 
 
-def _write_shards(
-    copy: Copy, path: Path, record: dict[str, Any], shard_bytes: int
-) -> None:
+def _write_shards(copy: Copy, path: Path, record: dict[str, Any]) -> None:
     """Write the shards that are not there yet, and the index of all.
 
     record: of the file `path`, to which the hash of each new shard is added.
     """
     tensors, folder, hashes = copy.tensors, path.parent / "model", record["shards"]
-    shards = _shards(tensors, shard_bytes)
+    split = split_state_dict_into_shards_factory(
+        # The same order in every call: a continued copy relies on the same shards.
+        dict(sorted(tensors.items())),
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
     with progress_bar(total=len(tensors), desc=copy.command, unit="tensor") as bar:
 
         def write(name: str, target: BinaryIO) -> None:
             copy.write(name, target)
             bar.update()
 
-        for file, names in shards.items():
+        for file, names in split.filename_to_tensors.items():
             # A shard gets its name when it is complete, so an existing shard is
             # finished.
             if (folder / file).is_file():
@@ -242,54 +247,9 @@ def _write_shards(
             hashes[file] = file_sha256(temporary)
             write_sealed(path, record)
             os.replace(temporary, folder / file)
-    if len(shards) > 1:
-        total = {"total_size": sum(tensor.num_bytes for tensor in tensors.values())}
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
-
-
-def _shards(tensors: Mapping[str, Stored], shard_bytes: int) -> dict[str, list[str]]:
-    """Return file -> names of its tensors."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    # The same order in every call: a continued copy relies on the same shards.
-    for name in sorted(tensors):
-        if shards[-1] and size + tensors[name].num_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensors[name].num_bytes
-    if len(shards) == 1:
-        return {WEIGHTS: shards[0]}
-    return dict(zip(shard_names(len(shards)), shards, strict=True))
-
-
-def _write_rest(
-    source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]
-) -> None:
-    """Write config, tokenizer and code beside the weights."""
-    if checkpoint.connectivity is not None and checkpoint.family is not None:
-        write_code(checkpoint.folder, checkpoint.family, folder)
-    is_on_hub = not Path(os.path.expanduser(source)).is_dir()
-    carry_over(checkpoint.folder, folder, repository=str(source) if is_on_hub else None)
-    write_json(folder / CONFIG, config)
-
-
-def _leave_manifest(command: str, folder: Path, hashes: dict[str, str]) -> None:
-    """Record the copy's hashes, with which readers notice later changes."""
-    names = [file.name for file in weight_files(folder)]
-    weights = fingerprint_of({name: hashes[name] for name in names})
-    record = command_record(command, outputs=model_outputs(folder, weights))
-    write_sealed(folder / "manifest.json", record)
-
-
-def _check_result(folder: Path) -> None:
-    """Compare the copy's tensors with those that its config needs, if the family is
-    known.
-    """
-    checkpoint = read_checkpoint(folder, any_family=True)
-    if checkpoint.family is not None:
-        check_tensors(checkpoint, *config_and_class(checkpoint))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / INDEX, index)
 
 
 def check_rows(rows: Tensor, where: str | Path, name: str) -> None:

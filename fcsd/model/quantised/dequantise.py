@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import errors_begin
 from fcsd.base.files import read_checkpoint_json
 from fcsd.base.weights import Stored
 from fcsd.model.connectivity.checkpoint import (
@@ -18,7 +18,6 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.quantised.copy import (
     CHUNK_VALUES,
-    SHARD_BYTES,
     Copy,
     Source,
     check_destination,
@@ -36,7 +35,6 @@ def dequantize_checkpoint(
     destination: str | Path,
     *,
     revision: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint with the weights of a quantised one in bfloat16, and without
     its quantisation config.
@@ -77,7 +75,7 @@ def dequantize_checkpoint(
         tensors | {name: files.stored(name) for name in contents.plain},
         write,
     )
-    write_copy(source, checkpoint, destination, copy, shard_bytes)
+    write_copy(source, checkpoint, destination, copy)
 
 
 def _shape(weight: PackedWeight, files: Source) -> tuple[int, ...]:
@@ -88,12 +86,8 @@ def _shape(weight: PackedWeight, files: Source) -> tuple[int, ...]:
         return weight.shape
     packed = files.rows(weight.parts["weight"])
     num_columns = int(files.rows(weight.parts["shape"])[:][1])
-    try:
+    with errors_begin(f"{files.folder}: tensor '{weight.parts['weight']}': "):
         bits_of(packed.get_shape()[1], num_columns)
-    except UserError as error:
-        raise UserError(
-            f"{files.folder}: tensor '{weight.parts['weight']}': {error}"
-        ) from None
     return weight.shape[0], num_columns
 
 

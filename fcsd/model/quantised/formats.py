@@ -27,24 +27,8 @@ from torch import Tensor
 
 from fcsd.base.errors import UserError
 
-E2M1 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 FP8 = {"F8_E4M3", "F8_E5M2"}
 _PACKED_BITS = 32
 _INTEGERS = (2, 4, 8)

@@ -9,8 +9,9 @@ Not covered: the tensors (`fcsd.model.quantised.tensors`).
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fcsd.base.errors import one_line
@@ -44,6 +45,8 @@ class Quantisation(NamedTuple):
     """Where it is said: a file, or the key in the config."""
     algorithm: str | None = None
     """What ModelOpt did: NVFP4, FP8."""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """All that is said."""
 
     @property
     def words(self) -> str:
@@ -57,23 +60,25 @@ def said_quantisation(
     """Return the quantisation fields of a config, or of ModelOpt's file in its folder;
     None: nothing.
     """
-    for section, settings in quantisation_fields(config):
-        named = isinstance(settings, Mapping)
-        # A config object has an enumeration. Cut short, because messages quote it and a
-        # file may hold anything.
-        method = settings.get("quant_method") if named else None
-        method = str(getattr(method, "value", method))[:80]
-        algorithm = None
-        if named:
-            algorithm = settings.get("quant_algo") or settings.get("format")
-        return Quantisation(
-            method, section, algorithm if isinstance(algorithm, str) else None
-        )
+    if (field := quantisation_field(config)) is not None:
+        return _quantisation(*field)
     if folder is None or not (folder / MODELOPT).is_file():
         return None
     return modelopt_quantisation(
         read_json(folder / MODELOPT, "fetch the file again", keys=())
     )
+
+
+def _quantisation(place: str, settings: Any) -> Quantisation:
+    values = settings if isinstance(settings, Mapping) else {}
+    # A config object has an enumeration. Cut short, because messages quote it and a
+    # file may hold anything.
+    method = values.get("quant_method")
+    method = str(getattr(method, "value", method))[:80]
+    algorithm = values.get("quant_algo") or values.get("format")
+    if not isinstance(algorithm, str):
+        algorithm = None
+    return Quantisation(method, place, algorithm, values)
 
 
 def model_quantisation(model: Any) -> Quantisation | None:
@@ -95,21 +100,21 @@ def model_quantisation(model: Any) -> Quantisation | None:
 def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
     """Return the fields of `hf_quant_config.json`."""
     settings = written.get("quantization")
-    algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
-    return Quantisation(
-        "modelopt", MODELOPT, algorithm if isinstance(algorithm, str) else None
-    )
+    if not isinstance(settings, Mapping):
+        settings = {}
+    return _quantisation(MODELOPT, {**settings, "quant_method": "modelopt"})
 
 
-def quantisation_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the configs whose field transformers reads: the config, or else its text
-    config.
+def quantisation_field(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the key and the value of the field that transformers reads: of the config,
+    or else of its text config; None: there is none.
     """
     inner = config.get("text_config")
     if config.get(FIELD):
-        yield FIELD, config[FIELD]
-    elif isinstance(inner, Mapping) and inner.get(FIELD):
-        yield f"text_config.{FIELD}", inner[FIELD]
+        return FIELD, config[FIELD]
+    if isinstance(inner, Mapping) and inner.get(FIELD):
+        return f"text_config.{FIELD}", inner[FIELD]
+    return None
 
 
 def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +218,8 @@ def _quantizer_here(config: Mapping[str, Any]) -> Any:
     """Return transformers' quantizer of a config after it has looked at this machine."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    settings: Any = next(
-        (settings for _, settings in quantisation_fields(config)), None
-    )
+    field = quantisation_field(config)
+    settings: Any = None if field is None else field[1]
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
     quantizer.validate_environment(device_map=None, weights_only=True)
     return quantizer

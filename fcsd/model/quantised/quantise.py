@@ -28,11 +28,14 @@ from fcsd.model.connectivity.checkpoint import (
     find_folder,
     read_checkpoint,
 )
-from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.model.connectivity.load import (
+    check_tensors,
+    config_and_class,
+    shapes_in_files,
+)
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.quantised.copy import (
     CHUNK_VALUES,
-    SHARD_BYTES,
     Copy,
     Rows,
     Source,
@@ -52,7 +55,6 @@ def quantize_checkpoint(
     destination: str | Path,
     *,
     revision: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint whose experts and linear layers are in FP8.
 
@@ -104,7 +106,7 @@ def quantize_checkpoint(
         ),
     }
     copy = Copy("quantize", config, tensors, write)
-    write_copy(source, checkpoint, destination, copy, shard_bytes)
+    write_copy(source, checkpoint, destination, copy)
 
 
 def quantised_names(checkpoint: Checkpoint) -> set[str]:
@@ -166,8 +168,6 @@ def _shapes_in_files(
     """Return name -> shape in files of the weights of linear layers, and of experts, as
     transformers' own quantisation finds them.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     inside = {id(module) for module in decoder_layers(model, family).modules()}
     linear: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
@@ -183,11 +183,7 @@ def _shapes_in_files(
                 for part, tensor in module.named_parameters(recurse=False)
             }
 
-    def in_files(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        state = revert_weight_conversion(model, state)
-        return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-    return in_files(linear), in_files(experts)
+    return shapes_in_files(model, linear), shapes_in_files(model, experts)
 
 
 def _operation() -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from fcsd.base.errors import UserError, errors_begin
-from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint
 from fcsd.model.quantised.formats import (
     FP8,
@@ -24,7 +23,7 @@ from fcsd.model.quantised.formats import (
     packed_integers,
     scaled,
 )
-from fcsd.model.quantised.methods import DEQUANTISED, MODELOPT, quantisation_fields
+from fcsd.model.quantised.methods import DEQUANTISED, Quantisation
 from fcsd.model.quantised.tensors import SCALES_OF_MODULES
 
 _ACTIVATIONS = (
@@ -36,12 +35,7 @@ _GROUPS = {nvfp4: 16, mxfp4: 32}
 """Form -> columns that share a scale. MXFP6, whose tensors have the names of MXFP4, has
 another ratio.
 """
-_PARTS = {
-    "_scale": "scale",
-    "_zero_point": "zero_point",
-    "_g_idx": "g_idx",
-    "_shape": "shape",
-}
+_PARTS = ("scale", "global_scale", "zero_point", "g_idx", "shape")
 
 
 @dataclass(frozen=True)
@@ -70,22 +64,6 @@ class Contents:
     block: Block
 
 
-def quantisation(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the quantisation config of a checkpoint: of its config, its text config,
-    or ModelOpt's file; or None.
-    """
-    for _, settings in quantisation_fields(checkpoint.config):
-        return settings if isinstance(settings, dict) else {"quant_method": settings}
-    file = checkpoint.folder / MODELOPT
-    if not file.is_file():
-        return None
-    quantisation = read_json(file, "fetch the file again", keys=()).get("quantization")
-    return {
-        "quant_method": "modelopt",
-        **(quantisation if isinstance(quantisation, dict) else {}),
-    }
-
-
 def read_contents(checkpoint: Checkpoint) -> Contents:
     """Find the weights of a quantised checkpoint among its tensors.
 
@@ -93,19 +71,19 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         UserError: it is not quantised, or by a method that is not known; a tensor that
             no known form explains.
     """
-    config = quantisation(checkpoint)
-    if config is None:
+    quantisation = checkpoint.quantisation
+    if quantisation is None:
         raise UserError(
             f"{checkpoint.folder}: is not quantised (no quantization_config); nothing"
             " to do"
         )
-    if unknown := _unknown_method(config):
+    if unknown := _unknown_method(quantisation):
         raise UserError(
             f"{checkpoint.folder}: is quantised {unknown}, which fcsd cannot dequantise;"
             f" it supports {', '.join(DEQUANTISED)}; use the unquantised original, or"
             " the tool that quantised it"
         )
-    block = _block(config)
+    block = _block(quantisation.settings)
     weights: dict[str, PackedWeight] = {}
     used: set[str] = set()
     for name, stored in _find(checkpoint):
@@ -143,10 +121,10 @@ def why_misread(checkpoint: Checkpoint) -> str | None:
     Raises:
         UserError: scales that do not fit their weight.
     """
-    config = quantisation(checkpoint) or {}
-    if config.get("quant_method") not in _FP8_METHODS:
+    quantisation = checkpoint.quantisation
+    if quantisation is None or quantisation.method not in _FP8_METHODS:
         return None
-    block = _block(config)
+    block = _block(quantisation.settings)
     for name, stored in _find(checkpoint):
         if stored.decode is not scaled:
             continue
@@ -172,8 +150,9 @@ def why_misread(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _unknown_method(config: Mapping[str, Any]) -> str | None:
+def _unknown_method(quantisation: Quantisation) -> str | None:
     """Return what a quantisation that fcsd cannot undo was made with, or by."""
+    config = quantisation.settings
     # Weights that were rotated or thinned out before they were quantised.
     changes = [
         key for key in ("transform_config", "sparsity_config") if config.get(key)
@@ -187,8 +166,8 @@ def _unknown_method(config: Mapping[str, Any]) -> str | None:
         return f"with {changes[0]}"
     if "AWQ" in algorithm:
         return algorithm
-    method = config.get("quant_method")
-    return None if method in DEQUANTISED else f"by {str(method)[:80]!r}"
+    method = quantisation.method
+    return None if method in DEQUANTISED else f"by {method!r}"
 
 
 def _block(config: Mapping[str, Any]) -> Block:
@@ -247,30 +226,23 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
 def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
     """Return the weight of a packed tensor of compressed-tensors."""
     base, shape = name.removesuffix("_packed"), checkpoint.shapes[name]
-    parts = {
-        part: base + end
-        for end, part in _PARTS.items()
-        if base + end in checkpoint.shapes
-    }
-    parts = {"weight": name, **parts}
-    if "scale" not in parts:
-        raise UserError(
-            f"{checkpoint.folder}: tensor '{name}' has no '{base}_scale'; fetch the"
-            " checkpoint again"
-        )
+    parts = {"weight": name}
+    for part in _PARTS:
+        if f"{base}_{part}" in checkpoint.shapes:
+            parts[part] = f"{base}_{part}"
     # The dtype tells integers from E2M1 values; both are called `_packed`. How many
     # integers a row has, only `_shape` says: the last int32 may be partly used.
-    if checkpoint.dtypes[name] == "I32":
-        if "shape" not in parts:
+    integers = checkpoint.dtypes[name] == "I32"
+    for part in ("scale", "shape") if integers else ("scale",):
+        if part not in parts:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has no '{base}_shape'; fetch the"
+                f"{checkpoint.folder}: tensor '{name}' has no '{base}_{part}'; fetch the"
                 " checkpoint again"
             )
+    if integers:
         return base, PackedWeight((shape[0], 0), parts, packed_integers)
-    if f"{base}_global_scale" in checkpoint.shapes:
-        parts["global_scale"] = f"{base}_global_scale"
-        return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
-    return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
+    decode = nvfp4 if "global_scale" in parts else mxfp4
+    return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, decode)
 
 
 def _fits(stored: PackedWeight, shapes: Mapping[str, list[int]], block: Block) -> bool:

@@ -16,11 +16,11 @@ from fcsd.parallel.overlap.attach import (
     check_connections,
     detach,
 )
-from fcsd.parallel.overlap.experts import IMPLEMENTATIONS, OverlappedEP
+from fcsd.parallel.overlap.experts import IMPLEMENTATION, OverlappedEP
 from fcsd.parallel.overlap.support import check_transformers, refusal, with_plan
 
 __all__ = [
-    "IMPLEMENTATIONS",
+    "IMPLEMENTATION",
     "OverlappedEP",
     "attach",
     "attach_loaded",

@@ -1,7 +1,5 @@
 """Attach the overlapped runtime to a rewired model, and detach it."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, Literal
 
@@ -13,13 +11,7 @@ from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import family_of
 from fcsd.model.families.family import Family
 from fcsd.parallel.overlap.attention import asks_registry, wrap_registry
-from fcsd.parallel.overlap.experts import IMPLEMENTATIONS
-from fcsd.parallel.overlap.layer import (
-    BlockNames,
-    LayerRuntime,
-    check_checkpointing,
-    runtimes,
-)
+from fcsd.parallel.overlap.layer import LayerRuntime, check_checkpointing, runtimes
 from fcsd.parallel.overlap.schedule import Split
 from fcsd.parallel.overlap.support import check_transformers, kept_inside, refusal
 
@@ -57,22 +49,24 @@ def attach(
         raise UserError(f"{name}: overlap is attached already; detach it first")
     check(model, split)
     check_connections(next(model.parameters()).device)
-    rewired: dict[int, tuple[Any, LayerRuntime]] = {}
-    for k, layer in enumerate(decoder_layers(model, family)):
-        if getattr(layer, "farskip_plan", None) is not None:
-            rewired[k] = (layer, _runtime(family, layer, k, split))
-    if not any(runtime.ep is not None for _, runtime in rewired.values()):
+    rewired: list[tuple[Any, LayerRuntime]] = [
+        (layer, _runtime(family, layer, k, split))
+        for k, layer in enumerate(decoder_layers(model, family))
+        if getattr(layer, "farskip_plan", None) is not None
+    ]
+    num_overlapping = sum(runtime.ep is not None for _, runtime in rewired)
+    if not num_overlapping:
         raise UserError(
             f"{name}: no MoE layer is both rewired and distributed by ep_implementation"
             " 'farskip', so nothing can overlap; use --overlap off"
         )
     wrap_registry()
     # Only now, when nothing can be refused any more, is the model changed.
-    for k, (layer, runtime) in rewired.items():
+    for layer, runtime in rewired:
         if runtime.ep is not None:
-            runtime.ep.open(k, _OVERLAPS[overlap], transport)
+            runtime.ep.open(runtime.index, _OVERLAPS[overlap], transport)
         layer.farskip_runtime = runtime
-    return sum(runtime.ep is not None for _, runtime in rewired.values())
+    return num_overlapping
 
 
 def check(model: Any, split: Split | None = None) -> None:
@@ -129,9 +123,8 @@ def check_connections(device: torch.device) -> None:
         )
 
 
-def attach_loaded(model: Any, distributed_config: Any) -> None:
-    """Attach the overlap that `ep_implementation` names to a model that was just loaded
-    with it.
+def attach_loaded(model: Any, overlap: OverlappedPasses) -> None:
+    """Attach overlap to a model that was just loaded with `IMPLEMENTATION`.
 
     A model that cannot overlap, or has no rewired layer (a regular teacher), is left
     blocking.
@@ -139,16 +132,8 @@ def attach_loaded(model: Any, distributed_config: Any) -> None:
     rewired = any(
         getattr(module, "farskip_plan", None) is not None for module in model.modules()
     )
-    for overlap, implementation in IMPLEMENTATIONS.items():
-        chosen = implementation == getattr(
-            distributed_config, "ep_implementation", None
-        )
-        if (
-            rewired
-            and chosen
-            and refusal(family_of(model.config), model.config) is None
-        ):
-            attach(model, overlap)  # type: ignore[arg-type]
+    if rewired and refusal(family_of(model.config), model.config) is None:
+        attach(model, overlap)
 
 
 def detach(model: nn.Module) -> None:
@@ -170,26 +155,5 @@ def _runtime(
     if ep is None or not moe:
         # An MoE block whose experts are not sharded has nothing to send; its layer
         # returns the pair of streams, as without a runtime.
-        return LayerRuntime(None, None, chosen, index, block_only=moe or not crosses)
-    shared = None
-    if getattr(block, family.block_shared or "", None) is not None:
-        shared = family.block_shared
-    names = BlockNames(
-        _own_forward(block),
-        shared,
-        family.block_gate,
-        family.shared_in_place,
-        "router" if ep.scaled else None,
-        family.block_argument,
-    )
-    return LayerRuntime(ep, names, chosen, index, attention, not crosses)
-
-
-def _own_forward(block: nn.Module) -> Any:
-    """Return the forward of the block's original class, which the rewiring and FSDP
-    have replaced by generated subclasses.
-    """
-    base = next(
-        (cls for cls in type(block).__mro__ if "farskip_base" in vars(cls)), None
-    )
-    return (base.farskip_base if base else type(block)).forward  # type: ignore[attr-defined]
+        return LayerRuntime(None, family, chosen, index, block_only=moe or not crosses)
+    return LayerRuntime(ep, family, chosen, index, attention, not crosses)

@@ -7,8 +7,6 @@ transparent to all other modules. Eager attention is not in the registry, and li
 attention does not use one.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator

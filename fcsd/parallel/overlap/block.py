@@ -8,8 +8,6 @@ Not covered: the order of the steps (`fcsd.parallel.overlap.schedule`); exchange
 flight between layers (`fcsd.parallel.overlap.layer`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from fcsd.model.connectivity.layer import View
 from fcsd.model.families.capacity import capped
+from fcsd.model.families.family import Family
 from fcsd.parallel.overlap.exchange import Exchange, Known
 from fcsd.parallel.overlap.experts import Dispatch, OverlappedEP, Sizes
 from fcsd.parallel.overlap.schedule import Step
@@ -145,38 +144,36 @@ def detached(out: Any) -> Any:
     return out.detach() if isinstance(out, Tensor) else out
 
 
-@dataclass
-class BlockNames:
-    """The MoE block of a family as the runtime enters it. forward: the family's own,
-    not the rewired one.
+def own_forward(block: nn.Module) -> Any:
+    """Return the forward of the block's original class, which the rewiring and FSDP
+    have replaced by generated subclasses.
     """
-
-    forward: Callable[..., Any]
-    shared: str | None
-    gate: str | None
-    in_place: bool
-    scaled: str | None = None
-    argument: str | None = None
+    base = next(
+        (cls for cls in type(block).__mro__ if "farskip_base" in vars(cls)), None
+    )
+    return (base.farskip_base if base else type(block)).forward  # type: ignore[attr-defined]
 
 
 class BlockRun:
     """One pass through an MoE block: its steps, and the values they hand to each other.
 
     m: (B, T, D), the block's input. given: its arguments beside that. note: called for
-    each step.
+    each step. multiplier: factor on its output in the stream.
     """
 
     def __init__(
         self,
         ep: Any,
-        names: Any,
+        family: Family,
         block: Any,
         call: Call,
         steps: tuple[Step, ...],
         note: Callable[[str], None],
     ):
         self.ep: OverlappedEP = ep
-        self.names: BlockNames = names
+        self.family: Any = family
+        # A model of the family may have no shared expert.
+        self.has_shared = getattr(block, family.block_shared or "", None) is not None
         self.block, self.call, self.steps, self.note = block, call, list(steps), note
         self.again = call.passes > 1
         self.m: Any = None
@@ -185,6 +182,7 @@ class BlockRun:
         self.tape: list[tuple[str, Any]] = []
         self.chosen: Any = ()
         self.given: dict[str, Any] = {}
+        self.multiplier = 1.0
 
     def one_piece(self) -> bool:
         """Tell whether no step of the block is between the two parts of attention."""
@@ -210,28 +208,27 @@ class BlockRun:
         overrides: dict[str, Any] = {"experts": stop}
         # The shared expert and its gate run later, during the combine; here they do
         # nothing.
-        if self.names.shared:
-            overrides[self.names.shared] = lambda x: x  # computed in `shared_expert`
-        if self.names.gate:
-            overrides[self.names.gate] = lambda x: x[..., :1]
-        if self.names.scaled:
-            overrides[self.names.scaled] = self._choose
+        if self.has_shared:
+            # computed in `shared_expert`
+            overrides[self.family.block_shared] = lambda x: x
+        if self.family.block_gate:
+            overrides[self.family.block_gate] = lambda x: x[..., :1]
+        if self.ep.scaled:
+            overrides["router"] = self._choose
         try:
             stand_in = Recorder(self.block, overrides, self.tape)
-            self.names.forward(stand_in, self.m, **self.given)
+            own_forward(self.block)(stand_in, self.m, **self.given)
         # A capacity limit, if there is one, changes the routing weights here.
         except LeaveForward as reached:
             self.chosen = capped(self.block.experts, reached.values)
 
     def _choose(self, x: Tensor) -> Any:
         """Find each token's experts in a router's dense scores (N, all experts)."""
-        scores, logits = getattr(self.block, str(self.names.scaled))(x)
+        scores, logits = self.block.router(x)
         chosen = scores.topk(self.block.top_k, dim=1)
         # The block sums over all experts afterwards; the arriving rows already are that
         # sum, so one score of 1 represents all.
-        self.tape.append(
-            (str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits))
-        )
+        self.tape.append(("router", (scores.new_ones(scores.shape[0], 1), logits)))
         # The block would call its experts next, with these arguments.
         raise LeaveForward(x, chosen.indices, chosen.values)
 
@@ -263,12 +260,10 @@ class BlockRun:
 
     def shared_expert(self) -> None:
         """Compute the block's shared expert, and its gate."""
-        if self.names.shared is not None:
-            self.shared = getattr(self.block, self.names.shared)(self.m)
-            if self.names.gate:
-                self.gate = getattr(self.block, self.names.gate)(self.m)
-            else:
-                self.gate = None
+        if self.has_shared:
+            self.shared = getattr(self.block, self.family.block_shared)(self.m)
+            if self.family.block_gate:
+                self.gate = getattr(self.block, self.family.block_gate)(self.m)
 
     def gated_shared(self) -> Any:
         """Return the shared expert's output as it is added to the stream."""
@@ -287,30 +282,31 @@ class BlockRun:
             )
             call.own_routed = routed.detach() if call.keeps else None
         self.output = behind_experts(
-            self.names, self.block, routed, self.m, self.tape, self.shared, self.gate
+            self.family, self.block, routed, self.m, self.tape, self.shared, self.gate
         )
 
-    def handle(self, multiplier: float) -> Handle:
+    def handle(self) -> Handle:
         """Return a handle that finishes the combine elsewhere, without this layer's
         graph.
         """
-        names, block, shape = self.names, self.block, self.m.shape
+        family, block, shape = self.family, self.block, self.m.shape
+        has_shared, has_gate = self.has_shared, self.gate is not None
         # Detached, so that this layer's graph is not kept alive by the next one.
         tape = [(name, detached(out)) for name, out in self.tape]
 
         # The partial stream already includes the shared expert: zeros replace it here.
         def behind(routed: Tensor) -> Tensor:
             zero = routed.new_zeros(())
-            out = behind_experts(
-                names, block, routed, zero.expand(shape), tape, zero, zero
-            )
+            shared, gate = zero if has_shared else None, zero if has_gate else None
+            x = zero.expand(shape)
+            out = behind_experts(family, block, routed, x, tape, shared, gate)
             return out[0] if isinstance(out, tuple) else out
 
-        return Handle(self.dispatch, self.combine, behind, multiplier)
+        return Handle(self.dispatch, self.combine, behind, self.multiplier)
 
 
 def behind_experts(
-    names: BlockNames,
+    family: Family,
     block: nn.Module,
     routed: Tensor,
     x: Tensor,
@@ -332,14 +328,14 @@ def behind_experts(
             else:
                 out = value.reshape(*like.shape[:-1], value.shape[-1])
             # A block that adds in place must not change a shared tensor.
-            return out.clone() if names.in_place or not value.ndim else out
+            return out.clone() if family.shared_in_place or not value.ndim else out
 
         return give
 
     # The router's recorded outputs come first; then the experts return the routed sum.
     overrides = replay(tape) | {"experts": lambda *_, **__: routed}
-    if names.shared and shared is not None:
-        overrides[names.shared] = constant(shared)
-    if names.gate and gate is not None:
-        overrides[names.gate] = constant(gate)
-    return names.forward(View(block, overrides), x)
+    if shared is not None:
+        overrides[str(family.block_shared)] = constant(shared)
+    if gate is not None:
+        overrides[str(family.block_gate)] = constant(gate)
+    return own_forward(block)(View(block, overrides), x)

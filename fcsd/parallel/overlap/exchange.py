@@ -148,6 +148,7 @@ class Exchange:
     pass sends nothing, being a recomputation that knows the result.
     """
 
+    # No dataclass: FSDP makes copies of those that it finds in a layer's arguments.
     def __init__(
         self,
         port: Port,

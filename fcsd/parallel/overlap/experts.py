@@ -1,7 +1,7 @@
 """Expert parallelism whose dispatch and combine can be started at one point of a
 layer and finished at another.
 
-`OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called
+`OverlappedEP` is registered with transformers by the name `IMPLEMENTATION`. Called
 directly (regular layers, a regular teacher, a layer without an attached runtime), it
 starts each exchange and waits for it. `fcsd.parallel.overlap.layer` calls its halves.
 
@@ -11,8 +11,6 @@ expert.
 
 Not covered: combination with tensor parallelism; not sending dropped pairs.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -39,10 +37,8 @@ from fcsd.parallel.overlap.exchange import (
 from fcsd.parallel.overlap.rows import Pairs, Parcels, word
 from fcsd.parallel.overlap.transport import AllToAll, Transport, groups_beside
 
-IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
-"""Which passes overlap -> `DistributedConfig.ep_implementation`. Both names stand for
-`OverlappedEP`; `attach` makes the difference.
-"""
+IMPLEMENTATION = "farskip"
+"""Name of `OverlappedEP` as `DistributedConfig.ep_implementation`."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +113,13 @@ class OverlappedEP(EPImplementation):
             len(rows), self.ep_mesh.size(), dtype=torch.bool, device=rows.device
         )
         is_sent = is_sent.scatter_(1, ranks, True)
-        pending = self._start_counts(is_sent, ranks, rows) if sizes is None else None
-        # On a GPU, nonzero() makes the host wait for the number of rows; known sizes
-        # spare it that.
-        num_rows = None if sizes is None else sum(sizes.sent.rows)
-        if num_rows is None:
+        if sizes is None:
+            counts = self._start_counts(is_sent, ranks, rows)
             rank_and_token = is_sent.t().nonzero()
         else:
+            # On a GPU, nonzero() makes the host wait for the number of rows; known
+            # sizes spare it that.
+            num_rows = sum(sizes.sent.rows)
             rank_and_token = torch.nonzero_static(is_sent.t(), size=num_rows)
         # Rows are ordered by rank, then by token; pairs likewise, by a stable sort.
         tokens, order = rank_and_token[:, 1], ranks.view(-1).argsort(stable=True)
@@ -131,9 +127,8 @@ class OverlappedEP(EPImplementation):
         codes = (row_of_pair * self.num_here + experts % self.num_here).view(-1)[order]
         sent_rows, pair_weights = rows[tokens], weights.reshape(-1)[order]
         # The counts travelled while the rows were being sorted.
-        if pending is not None:
-            sizes = self._finish_counts(*pending)
-        assert sizes is not None
+        if sizes is None:
+            sizes = self._finish_counts(*counts)
         exchange = Exchange(
             self.port, "dispatch", sizes.sent.splits, sizes.received.splits
         )
@@ -324,5 +319,4 @@ def _called_with_rows(base: Any) -> Any:
     return type(base.__name__, (base,), {"__call__": __call__})
 
 
-for _name in IMPLEMENTATIONS.values():
-    EPImplementationInterface.register(_name, OverlappedEP)
+EPImplementationInterface.register(IMPLEMENTATION, OverlappedEP)

@@ -18,8 +18,6 @@ which begin before its attention.
 Not covered: models that cannot overlap (refused in `fcsd.parallel.overlap.attach`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -36,10 +34,10 @@ from fcsd.model.connectivity.layer import (
     side_value,
     with_side_value,
 )
+from fcsd.model.families.family import Family
 from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.overlap.attention import between
 from fcsd.parallel.overlap.block import (
-    BlockNames,
     BlockRun,
     Call,
     Handle,
@@ -70,7 +68,8 @@ class LayerRuntime:
     """
 
     ep: OverlappedEP | None
-    names: BlockNames | None
+    # A rewired layer's plan has only the names that are shipped in checkpoints.
+    family: Family
     split: Split
     index: int
     attention: str | None = None
@@ -100,10 +99,9 @@ class LayerRuntime:
         # A layer whose output a hook reads cannot leave its combine in flight.
         handle = in_flight.handle if in_flight else None
         call = Call(handle, output_is_read(layer), keeps, plain=output_is_read(block))
+        stream, ticket_or_input = hidden, None
         if isinstance(hidden, tuple):
             stream, ticket_or_input = hidden[:2]
-        else:
-            stream, ticket_or_input = hidden, None
         side, carry = layer.farskip_plan.family.side_output, layer.farskip_plan.carry
         # In families whose layers pass on a side output, that argument also carries
         # attention's input.
@@ -156,17 +154,17 @@ class LayerRuntime:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        family, plan = layer.farskip_plan.family, layer.farskip_plan
-        run = None
+        family: Any = self.family
+        plan, run = layer.farskip_plan, None
         if self.ep is not None and not call.plain:
             # A block whose input waits for attention has only its shared expert to
             # overlap.
             steps = schedule(LayerFacts(split=self.split)) if plan.outdated else BLOCK
             run = BlockRun(
-                self.ep, self.names, getattr(layer, family.moe), call, steps, self.note
+                self.ep, family, getattr(layer, family.moe), call, steps, self.note
             )
-            if self.names is not None and self.names.argument is not None:
-                run.given = {self.names.argument: kwargs[self.names.argument]}
+            if family.block_argument is not None:
+                run.given = {family.block_argument: kwargs[family.block_argument]}
 
         # The family's forward calls this in place of its MoE block.
         def block(x: Any, *_: Any, **__: Any) -> Any:
@@ -243,14 +241,16 @@ def _beside_attention(
     if family.layout == "sources":
         return {
             family.moe: block,
-            family.connections[1]: lambda sources, h: (_note_sum(rewired, h),),
+            family.connections[1]: lambda sources, h: (
+                _after_attention(rewired, h.to(rewired.o.dtype), h),
+            ),
             family.mlp_norm: lambda _: run.m,
         }
     if family.layout != "pre_norm":
         return {family.moe: block}
     return {
         family.moe: block,
-        family.mlp_norm: lambda h: _note_attention(rewired, h, run.m),
+        family.mlp_norm: lambda h: _after_attention(rewired, h, run.m),
     }
 
 
@@ -263,23 +263,18 @@ def _block_input(rewired: LayerPass) -> Any:
     if family.layout == "sources":
         (mixed,) = rewired.mixed(1, rewired.o)
         return rewired.norm(family.mlp_norm, mixed).to(rewired.o.dtype)
-    if family.layout == "pre_norm":
-        stream = rewired.o
-    else:
-        stream = rewired.normed_stream(rewired.o)
+    stream = rewired.o
+    if family.layout != "pre_norm":
+        stream = rewired.normed_stream(stream)
     if family.layout == "parallel":
         return stream
     return rewired.norm(family.mlp_norm, rewired.kept(0, stream))
 
 
-def _note_sum(rewired: LayerPass, h: Tensor) -> Tensor:
-    rewired.after_attention = h.to(rewired.o.dtype)
-    return h
-
-
-def _note_attention(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:
-    rewired.after_attention = after_attention
-    return m
+def _after_attention(rewired: LayerPass, stream: Tensor, value: Any) -> Any:
+    """Keep the stream after attention, and return the value."""
+    rewired.after_attention = stream
+    return value
 
 
 class _LayerRun(BlockRun):
@@ -296,7 +291,7 @@ class _LayerRun(BlockRun):
     ):
         self.runtime, self.layer = runtime, layer
         self.plan = layer.farskip_plan
-        self.family = self.plan.family
+        self.family = runtime.family
         incoming = call.before is not None
         self.ticket: Any = ticket_or_input if incoming else None
         attention_input = None if incoming else ticket_or_input
@@ -311,8 +306,11 @@ class _LayerRun(BlockRun):
         )
         block = getattr(layer, self.family.moe)
         super().__init__(
-            runtime.ep, runtime.names, block, call, schedule(facts), runtime.note
+            runtime.ep, self.family, block, call, schedule(facts), runtime.note
         )
+        # Some families scale a branch before it is added to the stream.
+        if self.family.residual_multiplier:
+            self.multiplier = getattr(layer, self.family.residual_multiplier)
         self.modules: list[tuple[str, Any]] = []
 
     def output(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -347,9 +345,7 @@ class _LayerRun(BlockRun):
         if self.again:
             return None  # the output of a recomputation is not used
         if self.outgoing:
-            return InFlight(
-                rewired.partial(), self.ticket, self.handle(self._multiplier())
-            )
+            return InFlight(rewired.partial(), self.ticket, self.handle())
         return self.stream
 
     def _attention(self, child: Any, *args: Any, **kwargs: Any) -> Any:
@@ -380,11 +376,6 @@ class _LayerRun(BlockRun):
         self.until("finish combine" if self.again else None)
         raise LeaveForward
 
-    def _multiplier(self) -> float:
-        # Some families scale a branch before it is added to the stream.
-        name = self.family.residual_multiplier
-        return getattr(self.layer, name) if name else 1  # type: ignore[no-any-return]
-
     # ---- the steps that concern more than the block
 
     def arrive(self) -> None:
@@ -403,7 +394,7 @@ class _LayerRun(BlockRun):
     def shared_expert(self) -> None:
         """Compute the shared expert, in the block or beside it."""
         super().shared_expert()
-        if self.names.shared is not None:
+        if self.has_shared:
             self.rewired.shared_output = self.gated_shared()
         elif self.plan.layer_shared:
             self.rewired.shared_output = getattr(self.layer, self.family.layer_shared)(
@@ -412,7 +403,7 @@ class _LayerRun(BlockRun):
 
     def finish_combine(self) -> None:
         """Wait for this layer's own combine."""
-        handle, partial = self.handle(self._multiplier()), self.rewired.partial()
+        handle, partial = self.handle(), self.rewired.partial()
         stream = handle.add(partial, handle.arrive(self.ticket))
         self.stream = (stream, partial) if self.plan.carry else stream
 

@@ -1,19 +1,14 @@
-"""Measure how much communication was hidden, from the runtime's records or from a
-profiler's trace.
+"""Measure how much communication was hidden in a profiler's trace, and how long each
+exchange of a blocking step took.
 
     overlap = hidden / total        hidden = total - exposed
 
-From records (the host's clock; right where a wait blocks the host, as with gloo): total
-is the time from launch to arrival, exposed the time that the host has waited. From a
-trace: total is the time in which the link is busy, exposed the part of it in which
-nothing is computed. On a GPU a wait does not block the host, so only the trace is right
-there.
+Total is the time in which the link is busy, exposed the part of it in which nothing is
+computed.
 
 Not covered: the slowdown of computation while rows travel (memory bandwidth, cores);
 compare whole steps for that.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -40,25 +35,6 @@ class Measured:
     def overlap(self) -> float:
         """Hidden / total; 0 where nothing was sent."""
         return 1 - self.exposed / self.total if self.total else 0.0
-
-
-def from_records(records: Iterable[Record]) -> dict[str, Measured]:
-    """Measure by the host's clock; keys: all, forward, backward, dispatch, combine,
-    "forward dispatch" and so on.
-    """
-    measured: dict[str, Measured] = defaultdict(Measured)
-    for record in records:
-        # Counts are small, and the host always waits for them.
-        if record.kind == "counts" or record.waiting is None or record.waited is None:
-            continue
-        arrived = record.waited
-        if record.done is not None:
-            # A transport may report an arrival later than the wait that it ended.
-            arrived = min(record.done, record.waited)
-        for key in _keys(record.kind, record.backward):
-            measured[key].total += max(arrived, record.waiting) - record.started
-            measured[key].exposed += record.waited - record.waiting
-    return dict(measured)
 
 
 def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -95,7 +71,10 @@ def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return medians
 
 
-def _keys(kind: str, backward: bool) -> tuple[str, ...]:
+def keys_of(kind: str, backward: bool) -> tuple[str, ...]:
+    """Return the keys under which an exchange is measured: all, forward, backward,
+    dispatch, combine, "forward dispatch" and so on.
+    """
     direction = "backward" if backward else "forward"
     return "all", direction, kind, f"{direction} {kind}"
 
@@ -113,8 +92,7 @@ _WAIT = re.compile(r"farskip::wait|wait_tensor")
 def from_trace(
     trace: str | Path | Sequence[dict[str, Any]], link: str = LINK
 ) -> dict[str, Measured]:
-    """Measure a trace of torch.profiler (its file, or its events); keys as
-    `from_records`.
+    """Measure a trace of torch.profiler (its file, or its events); keys as `keys_of`.
 
     In a trace with kernels, the link is busy while a kernel runs whose name matches
     `link`; every other kernel that is not communication is computation. In a trace
@@ -126,10 +104,7 @@ def from_trace(
     waits: list[Interval] = []
     # On a GPU, an event is a kernel; its exchange is known from the launch on the host.
     if kernels:
-        pattern = re.compile(f"{link}|{_OTHER_COMMUNICATION.pattern}", re.IGNORECASE)
-        computing = _union(
-            _interval(event) for event in kernels if not pattern.search(event["name"])
-        )
+        computing = _union(map(_interval, _computing(kernels, busy)))
         labels = _labels_by_launch(events)
     else:
         waits = _union(
@@ -140,13 +115,13 @@ def from_trace(
         kind, direction = labels.get(event.get("args", {}).get("correlation"), ("", ""))
         if kind == "counts":
             continue
-        for key in _keys(kind, direction == "backward") if kind else ("all",):
+        for key in keys_of(kind, direction == "backward") if kind else ("all",):
             intervals[key].append(_interval(event))
     measured = {}
     # Exchanges may run at the same time, so their union is measured, not their sum.
     for key, spans in intervals.items():
         united = _union(spans)
-        total = _length(united)
+        total = sum(end - start for start, end in united)
         if computing is not None:
             exposed = total - _common(united, computing)
         else:
@@ -163,14 +138,7 @@ def timeline(
     """
     events, busy, kernels = _read_trace(trace, link)
     if kernels:
-        # Kernels of the link are not computation.
-        names = {event["name"] for event in busy}
-        other_kernels = [event for event in kernels if event["name"] not in names]
-        work = [
-            event
-            for event in other_kernels
-            if not _OTHER_COMMUNICATION.search(event["name"])
-        ]
+        work = _computing(kernels, busy)
     else:
         # gloo's threads also run operators; they are communication.
         threads = {event["tid"] for event in busy}
@@ -210,6 +178,16 @@ def _read_trace(
     )
 
 
+def _computing(kernels: list[Any], busy: list[Any]) -> list[Any]:
+    """Return the kernels that are not communication."""
+    link = {event["name"] for event in busy}
+    return [
+        event
+        for event in kernels
+        if event["name"] not in link and not _OTHER_COMMUNICATION.search(event["name"])
+    ]
+
+
 def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, str]]:
     """Return correlation -> (kind, direction) of the kernels that were launched inside
     the annotation of an exchange.
@@ -245,10 +223,6 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             united.append((start, end))
     return united
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def _common(first: Sequence[Interval], second: Sequence[Interval]) -> float:

@@ -13,8 +13,6 @@ and the outputs of its experts are summed.
 Not covered: one row for all ranks of a node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

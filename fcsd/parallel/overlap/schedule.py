@@ -138,12 +138,12 @@ def layer_facts(
     ]
     outdated = _outdated(rewired, mlp)
     cuts: list[Split] = ["core"] * len(rewired) if splits is None else list(splits)
-    facts: list[LayerFacts | None] = [None] * len(rewired)
-    for k, is_rewired in enumerate(rewired):
-        if is_rewired:
-            incoming = k > 0 and carry[k - 1]
-            facts[k] = LayerFacts(moe[k], incoming, carry[k], outdated[k], cuts[k])
-    return facts
+    return [
+        LayerFacts(moe[k], k > 0 and carry[k - 1], carry[k], outdated[k], cuts[k])
+        if is_rewired
+        else None
+        for k, is_rewired in enumerate(rewired)
+    ]
 
 
 def _outdated(rewired: Sequence[bool], mlp: str | Collection[int]) -> list[bool]:

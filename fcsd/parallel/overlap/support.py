@@ -1,7 +1,5 @@
 """Decide whether a model can overlap, and how far; give the reason if it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any
@@ -11,9 +9,17 @@ from transformers.modeling_utils import AttentionInterface
 
 from fcsd.base.errors import UserError
 from fcsd.model.families.family import Family
-from fcsd.parallel.overlap.experts import IMPLEMENTATIONS
+from fcsd.parallel.overlap.experts import IMPLEMENTATION
 
 _JITTER = ("router_jitter_noise", "input_jitter_noise")
+_KEPT_INSIDE = {
+    "streams": "its layers mix several streams",
+    "sources": "its layers mix the streams of earlier blocks",
+    "blocks": "each of its layers is one branch",
+    "post_norm": "norms follow its branches",
+    "parallel": "attention and experts read one stream",
+}
+"""Layout -> why a layer waits for its own combine."""
 
 
 def refusal(family: Family, config: Any = None) -> str | None:
@@ -30,8 +36,10 @@ def refusal(family: Family, config: Any = None) -> str | None:
         )
     if family.overlap_refused is not None:
         return family.overlap_refused
+    if config is None:
+        return None
     # The experts of a multimodal model are in its language model.
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config()
     for name in _JITTER:
         # PhiMoE's routers sample inside a module, which is called once.
         once = family.model_type == "phimoe" and name == _JITTER[0]
@@ -47,11 +55,11 @@ def with_plan(distributed_config: Any, family: Family | None) -> Any:
     """Return a `DistributedConfig` with a plan for the experts of a family, where
     transformers has none.
     """
-    named = (
-        getattr(distributed_config, "ep_implementation", None)
-        in IMPLEMENTATIONS.values()
-    )
-    if family is None or family.scaled_experts is None or not named:
+    if (
+        family is None
+        or family.scaled_experts is None
+        or distributed_config.ep_implementation != IMPLEMENTATION
+    ):
         return distributed_config
     plan = dict.fromkeys(
         (f"{family.scaled_experts}.{name}" for name in ("gate_up_proj", "down_proj")),
@@ -74,17 +82,8 @@ def kept_inside(family: Family) -> str | None:
     Such a layer keeps its forward pass; its exchanges run beside its own attention and
     shared expert.
     """
-    if family.layout == "streams":
-        return "its layers mix several streams"
-    if family.layout == "sources":
-        return "its layers mix the streams of earlier blocks"
-    if family.layout == "blocks":
-        return "each of its layers is one branch"
-    if family.layout != "pre_norm":
-        norms_follow = family.layout == "post_norm"
-        if norms_follow:
-            return "norms follow its branches"
-        return "attention and experts read one stream"
+    if family.layout in _KEPT_INSIDE:
+        return _KEPT_INSIDE[family.layout]
     if family.norms is not None:
         return "its norms are in a separate module"
     if family.side_output is not None:

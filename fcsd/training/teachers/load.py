@@ -370,11 +370,11 @@ def check_teacher_folder(
     connectivity: what the student is converted to; None: its checkpoint's own.
     same_weights: the student starts from the weights of its checkpoint.
     """
-    config, _, of_teacher = read_config(teacher.folder, any_family=True)
-    if of_teacher is None:
+    of_teacher = read_config(teacher.folder, any_family=True)
+    if of_teacher.connectivity is None:
         return
-    _, family, of_student = read_config(student.folder)
-    connectivity = of_student if connectivity is None else connectivity
+    of_student = read_config(student.folder)
+    family, connectivity = of_student.family, connectivity or of_student.connectivity
     # Hashing the weights takes time, so it comes last.
     if (
         same_weights
@@ -383,8 +383,9 @@ def check_teacher_folder(
         and teacher.weights == student.weights
     ):
         mask = moe_mask(student.load_config(), family)
-        refuse_copy_of_student(of_teacher.field(mask), connectivity.field(mask), name)
-    tell_of_untrained(config, name, teacher.folder)
+        teacher_field = of_teacher.connectivity.field(mask)
+        refuse_copy_of_student(teacher_field, connectivity.field(mask), name)
+    tell_of_untrained(of_teacher.config, name, teacher.folder)
 
 
 def check_is_original(checkpoint: Checkpoint) -> None:

@@ -1,15 +1,69 @@
-"""Time exchanges over a process group, with the transports of
-`fcsd.parallel.overlap`.
+"""Time exchanges over a process group, as one all-to-all or with a message for each
+pair of ranks.
 """
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fcsd.parallel.overlap.transport import AllToAll, SendReceive, Transport
+from fcsd.parallel.overlap.transport import AllToAll, Transport
 from fcsd.planning.network.links import Array, Collective
+
+
+class SendReceive:
+    """Every irecv, then every isend: both directions of a pair run concurrently.
+
+    gloo's all-to-all serves the two one after another: the message that a receiver is
+    ready queues behind the rows that it sends itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+
+    def start(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+    ) -> Any:
+        """See `Transport`."""
+        rank, size = dist.get_rank(self.group), len(send)
+        coming, going = received.split(list(receive)), sent.split(list(send))
+        # in the order of the distance, so that not all ranks begin with the same peer
+        peers = [
+            ((rank - step) % size, (rank + step) % size) for step in range(1, size)
+        ]
+        ops = [
+            self._op(dist.irecv, coming[source], source)
+            for source, _ in peers
+            if receive[source]
+        ]
+        # Receives come first, so that each message finds its buffer.
+        ops += [
+            self._op(dist.isend, going[target], target)
+            for _, target in peers
+            if send[target]
+        ]
+        # A rank's own rows need no message.
+        coming[rank].copy_(going[rank])
+        return _Together(dist.batch_isend_irecv(ops) if ops else [])
+
+    def _op(self, kind: Any, rows: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, rows, group=self.group, group_peer=peer)
+
+
+class _Together:
+    def __init__(self, works: list[Any]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class GroupExchange:

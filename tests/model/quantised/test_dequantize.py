@@ -405,12 +405,13 @@ def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> 
 def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fcsd.model.quantised.copy.SHARD_BYTES", 20_000)
     write(tmp_path / "q", *LAYOUTS["block fp8"], shards=3)
 
     def run(folder: Path, **watched: Any) -> int:
         folder.mkdir(exist_ok=True)
         Places(folder, **watched).watch()
-        dequantize_checkpoint(tmp_path / "q", folder / "out", shard_bytes=20_000)
+        dequantize_checkpoint(tmp_path / "q", folder / "out")
         return 0
 
     def contents(folder: Path) -> dict[str, bytes]:
@@ -440,14 +441,15 @@ def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
 
 
 def test_a_damaged_shard_of_a_cut_off_copy_is_written_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fcsd.model.quantised.copy.SHARD_BYTES", 20_000)
     write(tmp_path / "q", *LAYOUTS["block fp8"], shards=3)
 
     def run(folder: Path, **watched: Any) -> int:
         folder.mkdir(exist_ok=True)
         Places(folder, **watched).watch()
-        dequantize_checkpoint(tmp_path / "q", folder / "out", shard_bytes=20_000)
+        dequantize_checkpoint(tmp_path / "q", folder / "out")
         return 0
 
     output = tmp_path / "output"
@@ -461,7 +463,7 @@ def test_a_damaged_shard_of_a_cut_off_copy_is_written_again(
         data = bytearray(shard.read_bytes())
         data[-1] ^= 1
         shard.write_bytes(data if change == "flip" else data[: len(data) // 2])
-    dequantize_checkpoint(tmp_path / "q", tmp_path / "cut" / "out", shard_bytes=20_000)
+    dequantize_checkpoint(tmp_path / "q", tmp_path / "cut" / "out")
     assert capfd.readouterr().err.count("is damaged; fcsd writes it again") == 2
     for file in (tmp_path / "whole" / "out").iterdir():
         assert file.read_bytes() == (tmp_path / "cut" / "out" / file.name).read_bytes()

@@ -97,7 +97,8 @@ def test_a_weight_in_pieces_has_the_bytes_that_transformers_makes_of_all_of_it(
 ) -> None:
     source = farskip(tmp_path, moe_intermediate_size=384)
     monkeypatch.setattr(quantise, "CHUNK_VALUES", 1)
-    quantize_checkpoint(source, tmp_path / "out", shard_bytes=300_000)
+    monkeypatch.setattr("fcsd.model.quantised.copy.SHARD_BYTES", 300_000)
+    quantize_checkpoint(source, tmp_path / "out")
     assert len([*(tmp_path / "out").glob("model-*")]) > 4
     settings = FineGrainedFP8Config()
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
@@ -218,8 +219,9 @@ def test_experts_that_engines_do_not_take_are_refused(
 
 
 def test_a_weight_that_is_nan_is_named_and_the_copy_continues_when_it_is_repaired(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fcsd.model.quantised.copy.SHARD_BYTES", 100_000)
     source = farskip(tmp_path)
     [file] = source.glob("*.safetensors")
     whole = load_file(file)
@@ -227,7 +229,7 @@ def test_a_weight_that_is_nan_is_named_and_the_copy_continues_when_it_is_repaire
     file.unlink()  # a link to the original's file
     save_file({**whole, name: torch.full_like(whole[name], torch.nan)}, file)
     with user_error(f"tensor '{name}': has values that are NaN"):
-        quantize_checkpoint(source, tmp_path / "out", shard_bytes=100_000)
+        quantize_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     save_file(whole, file)
     with user_error("unfinished copy of another checkpoint"):

@@ -32,7 +32,7 @@ def spread(
     world = torch.distributed.get_world_size()
     options = {"ep_implementation": "farskip"} | options
     config = DistributedConfig(fsdp_size=world, ep_size=size, **options)
-    config = with_plan(config, read_config(folder)[1])
+    config = with_plan(config, read_config(folder).family)
     return load_model(folder, connectivity=connectivity, distributed_config=config)
 
 

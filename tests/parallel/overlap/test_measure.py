@@ -4,8 +4,9 @@ and in one of gloo.
 
 import pytest
 
+from benchmarks.overlap.report import from_records
 from fcsd.parallel.overlap.exchange import Record
-from fcsd.parallel.overlap.measure import from_records, from_trace
+from fcsd.parallel.overlap.measure import from_trace
 
 
 def test_of_records_what_the_host_waits_for_is_exposed() -> None:

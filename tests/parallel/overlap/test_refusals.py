@@ -13,9 +13,9 @@ from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine, requested_engine
-from fcsd.parallel.launch import Launch
+from fcsd.parallel.launch import Launch, Ranks
 from fcsd.parallel.overlap import attach, check, refusal
-from fcsd.parallel.place import check_overlap_of, distributed_config
+from fcsd.parallel.place import check_overlap_of, distributed_config, load_for_launch
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
 from tests.reference.tiny import tiny_config, tiny_model
@@ -30,7 +30,7 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
     with user_error(r"^--overlap full: applies only to --expert-parallel N"):
         requested_engine(8, CPU, 1, "full")
     names = {
-        None: "farskip", "full": "farskip", "forward": "farskip_forward", "off": "all_to_all",
+        None: "farskip", "full": "farskip", "forward": "farskip", "off": "all_to_all",
     }  # fmt: skip
     for overlap, name in names.items():
         engine = requested_engine(8, CPU, 4, overlap)
@@ -44,6 +44,22 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
             requested_engine(8, CPU, 4, asked)  # type: ignore[arg-type]
     assert requested_engine(8, CPU, 4, "off").overlap == "off"
     assert requested_engine(8, CPU).name == "ddp"
+
+
+def test_the_overlap_that_is_asked_for_is_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    model, attached = find_model(ModelConfig(path=str(tmp_path))), []
+    monkeypatch.setattr("fcsd.parallel.place.load_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "fcsd.parallel.overlap.attach_loaded",
+        lambda _, overlap: attached.append(overlap),
+    )
+    for overlap in (None, "full", "forward", "off"):
+        engine = Engine("ep", expert_parallel=2, overlap=overlap)  # type: ignore[arg-type]
+        load_for_launch(model, Launch(CPU, engine, Ranks(0, 2, lockstep=True)))
+    assert attached == ["full", "full", "forward"]
 
 
 def checked(
