@@ -26,6 +26,7 @@ from fcsd.planning.cost.plan import plan as plan_facts
 from fcsd.planning.cost.planned import Planned, prepare
 from fcsd.planning.cost.roofline import Roofline
 from fcsd.planning.cost.settings import PlanSettings
+from fcsd.planning.cost.stored import FP8
 from fcsd.planning.cost.times import plan_times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -153,7 +154,7 @@ TRACES = (
         {"num_hidden_layers": 4, "first_k_dense_replace": 0},
         {"gpu": "h100", "nodes": 8, "length": 4096, "dtype": "fp8", "keep_activations": True},
         {"exchanges": 80.4, "experts": 43.1, "dense matmuls": 31.4, "attention": 22.0}, forward=3,
-        roofline={"rows": "node", "sent_bytes": 1 + 4 / 128},
+        roofline={"rows": "node", "stored": replace(FP8, sent=1 + 4 / 128)},
     ),
 )  # fmt: skip
 """Matmuls of weight gradients (32.8 ms) are divided as the others of the training are, whose rows DeepEP forwards in

@@ -124,7 +124,8 @@ def with_cheap_attention(state: Path, point: Point) -> list[int] | str:
     """Return layers to rewire so that attention is ahead in as many of them as a point
     names, or fewer, by the prices of a layer study.
     """
-    from fcsd.planning.layers.front import attention_carried, front, moe_mask
+    from fcsd.planning.layers.front import attention_carried, front
+    from fcsd.planning.layers.points import moe_mask
 
     count = int(point.rewired.removeprefix("attention-"))
     study = read_json(study_of(state, point, attention=True) / "layers.json")

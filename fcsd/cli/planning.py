@@ -36,6 +36,11 @@ def _plan(arguments: Namespace) -> None:
     from fcsd.planning.cost.settings import PlanSettings
 
     options = vars(arguments) | _cluster(arguments)
+    # Bad paths are refused before the planning, not after it.
+    if arguments.figure is not None:
+        from fcsd.report.figure import check_figure
+
+        check_file_place(arguments.figure, check_figure)
     if arguments.sweep is not None:
         _plan_sweep(arguments, options)
         return
@@ -52,11 +57,6 @@ def _plan(arguments: Namespace) -> None:
         from fcsd.planning.cost.windows import read_windows_file
 
         check_file_place(arguments.windows, read_windows_file)
-    # Bad paths are refused before the planning, not after it.
-    if arguments.figure is not None:
-        from fcsd.report.figure import check_figure
-
-        check_file_place(arguments.figure, check_figure)
     from fcsd.pipeline.plan import plan_from_files
     from fcsd.planning.cost.table import plan_table
     from fcsd.planning.cost.windows import write_windows
@@ -149,10 +149,6 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
             )
         except UserError as error:
             values[value] = error
-    if arguments.figure is not None:
-        from fcsd.report.figure import check_figure
-
-        check_file_place(arguments.figure, check_figure)
     rows = sweep_plans(values, routing=arguments.routing)
     facts = {
         "swept": name,

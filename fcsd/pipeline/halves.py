@@ -10,7 +10,11 @@ from typing import Any
 from fcsd.base.text import markdown
 from fcsd.model.connectivity import Connectivity
 from fcsd.parallel.launch import Launch
-from fcsd.pipeline.plan import prepare_with_files, study_of, study_seconds
+from fcsd.pipeline.plan import (
+    check_study_of,
+    prepare_with_files,
+    study_seconds,
+)
 from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.layers.front import (
@@ -21,11 +25,15 @@ from fcsd.planning.layers.front import (
     front,
     front_text,
     loss_cell,
-    moe_mask,
     recipe_section,
     section_options,
 )
-from fcsd.planning.layers.points import deciding_metric, loss_text, number_text
+from fcsd.planning.layers.points import (
+    deciding_metric,
+    loss_text,
+    moe_mask,
+    number_text,
+)
 from fcsd.planning.layers.proposal import (
     check_calibrated,
     check_max_loss,
@@ -90,7 +98,7 @@ def choose_halves(
         settings, model=source["path"], revision=source.get("revision")
     )
     planned = prepare_with_files(plan_settings, links, routing)
-    study_of(planned, folder)
+    check_study_of(planned, folder, study)
     seconds = study_seconds(planned, None, folder)
     metric = deciding_metric(study)["name"]
     facts = front(study, metric, goal.calibrated, seconds)

@@ -31,11 +31,11 @@ from fcsd.planning.layers.front import (
 )
 from fcsd.planning.layers.points import (
     deciding_metric,
-    has_calibrated,
     loss_text,
     point_loss,
     selection_facts,
     study_connectivity,
+    weights_of,
 )
 from fcsd.planning.layers.study import read_study
 from fcsd.planning.network.links import read_links
@@ -80,20 +80,23 @@ def plan_from_files(
         ),
     )
     times = None if measured is None else read_times(measured)
-    if study is not None:
-        # What is wrong with it is said before the planning.
-        read_study(study)
+    # What is wrong with it is said before the planning.
+    content = None if study is None else read_study(study)
     planned = prepare_with_files(settings, links, routing)
     if times is None:
         facts = plan(planned, advise=advise)
     else:
         facts = _measured(times, planned)
-    if study is not None:
-        facts["study"] = _against_quality(planned, times, study)
-        facts["fronts"] = [
-            _front(planned, times, study, calibrated)
-            for calibrated in _weights(read_study(study))
-        ]
+    if study is not None and content is not None:
+        check_study_of(planned, study, content)
+        facts["study"] = _against_quality(planned, times, study, content)
+        seconds = study_seconds(planned, times, study)
+        metric = deciding_metric(content)["name"]
+        fronts = (
+            front(content, metric, calibrated, seconds)
+            for calibrated in weights_of(content)
+        )
+        facts["fronts"] = [one | {"chosen": choose(one)} for one in fronts]
         if figure is not None:
             plot_worth(facts["study"], figure, facts["fronts"])
     rates = _rates(facts, planned)
@@ -236,9 +239,8 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     }
 
 
-def study_of(planned: Planned, folder: Path) -> dict[str, Any]:
-    """Return the study in a folder; UserError if it is of another model."""
-    study = read_study(folder)
+def check_study_of(planned: Planned, folder: Path, study: dict[str, Any]) -> None:
+    """Refuse the study in a folder if it is of another model."""
     if study["num_hidden_layers"] != len(planned.work.layers):
         raise UserError(
             f"{folder}: a study of {study['num_hidden_layers']} layers, but the model"
@@ -250,7 +252,6 @@ def study_of(planned: Planned, folder: Path) -> dict[str, Any]:
             f"{folder}: the study's MoE layers are {ranges(study['moe_layers'])}, those"
             f" of the model {ranges(moe_layers)}; plan the study's model"
         )
-    return study
 
 
 def study_seconds(planned: Planned, times: Times | None, folder: Path) -> Seconds:
@@ -278,15 +279,14 @@ def study_seconds(planned: Planned, times: Times | None, folder: Path) -> Second
 
 
 def _against_quality(
-    planned: Planned, times: Times | None, folder: Path
+    planned: Planned, times: Times | None, folder: Path, study: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return, for each selection of a study, its loss of quality and the speed-up of
-    the connectivity that was measured, whatever the plan's own is.
+    """Return, for each selection of the study in a folder, its loss of quality and the
+    speed-up of the connectivity that was measured, whatever the plan's own is.
     """
-    study = study_of(planned, folder)
     metric, rows = deciding_metric(study), []
     # A study may have scored each selection with copied and with calibrated weights.
-    for calibrated in _weights(study):
+    for calibrated in weights_of(study):
         for point in study["points"]:
             # Nobody would convert a single layer, and nothing is converted in `none`.
             if point["side"] in ("single", "none"):
@@ -314,25 +314,6 @@ def _against_quality(
                 }
             )
     return rows
-
-
-def _weights(study: dict[str, Any]) -> tuple[bool, ...]:
-    """Return whether each kind of weights of a study is calibrated."""
-    return (False, True) if has_calibrated(study) else (False,)
-
-
-def _front(
-    planned: Planned,
-    times: Times | None,
-    folder: Path,
-    calibrated: bool,
-) -> dict[str, Any]:
-    """Return the front of a study's losses and its chosen row."""
-    study = study_of(planned, folder)
-    seconds = study_seconds(planned, times, folder)
-    metric = deciding_metric(study)["name"]
-    facts = front(study, metric, calibrated, seconds)
-    return facts | {"chosen": choose(facts)}
 
 
 def _speed_up(

@@ -34,12 +34,13 @@ from fcsd.model.load import load_checkpoint
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import heldout_of
-from fcsd.planning.network.simulate import Payload, endpoint_counts, simulate
+from fcsd.planning.network.simulate import Payload, simulate
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd_steering.network.exchange import GroupExchange
 from fcsd_steering.network.profile import profile
 from fcsd_steering.report import tables_folder
 from fcsd_steering.routing.bias import read_tables
+from fcsd_steering.routing.exchanges import endpoint_counts
 from fcsd_steering.routing.tables import Calibration
 from fcsd_steering.study import load_study
 

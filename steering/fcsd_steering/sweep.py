@@ -20,16 +20,12 @@ from transformers import PreTrainedModel
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.model.families.choices import recording
 from fcsd.parallel.launch import Launch
-from fcsd.planning.network.links import LinkModel
-from fcsd.planning.network.simulate import (
-    Payload,
-    exchange_counts,
-    exchange_times,
-    time_summary,
-)
+from fcsd.planning.network.links import Array, LinkModel
+from fcsd.planning.network.simulate import Payload
 from fcsd.training.losses.heldout_kl import OriginalOutputs, mean_kl, read_original
 from fcsd_steering.evaluate import biased_routers
 from fcsd_steering.routing.bias import BiasTables
+from fcsd_steering.routing.exchanges import exchange_counts, exchange_times
 from fcsd_steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,
@@ -154,7 +150,7 @@ class Sweep:
             }
         tokens = exchanges.sum((2, 3)).mean() / self.top_k / len(links.endpoints)
         return {
-            "exchange": time_summary(times) | {"tokens": float(tokens)},
+            "exchange": _time_summary(times) | {"tokens": float(tokens)},
             "routing": routing,
         }
 
@@ -183,3 +179,14 @@ class Sweep:
             for row, value in of_rank.items()
         }
         return [values[row] for row in sorted(values)]
+
+
+def _time_summary(times: Array) -> dict[str, Any]:
+    """Return mean and 95th percentile over exchanges and layers, in seconds, and the
+    number of values.
+    """
+    return {
+        "mean_s": float(times.mean()),
+        "p95_s": float(np.percentile(times, 95)),
+        "num_exchanges": int(times.size),
+    }

@@ -14,9 +14,10 @@ from simulated import (
 )
 
 from fcsd.base.errors import UserError
-from fcsd.planning.network.simulate import Payload, endpoint_counts
+from fcsd.planning.network.simulate import Payload
 from fcsd_steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd_steering.routing.camoe import camoe
+from fcsd_steering.routing.exchanges import endpoint_counts
 from tests.support import few
 
 

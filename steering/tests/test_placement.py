@@ -7,7 +7,8 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.planning.network.links import LinkModel
-from fcsd.planning.network.simulate import Payload, endpoint_counts, simulate
+from fcsd.planning.network.simulate import Payload, simulate
+from fcsd_steering.routing.exchanges import endpoint_counts
 from fcsd_steering.routing.placement import balanced, contiguous, placed, topology_aware
 
 PAYLOAD = Payload(row_width=64, num_experts=6)
@@ -136,3 +137,10 @@ def test_endpoints_that_do_not_divide_the_experts_and_links_of_another_world_are
         UserError, match=r"^the links are between 2 endpoints, but 3 were requested; "
     ):
         topology_aware(np.ones((1, 3, 6)), made_links([[0, 1], [1, 0]]), PAYLOAD)
+
+
+def test_counts_of_experts_are_summed_by_the_endpoint_that_holds_them() -> None:
+    counts = np.array([[1, 2, 4, 8], [16, 32, 64, 128]])
+    np.testing.assert_array_equal(
+        endpoint_counts(counts, np.array([0, 1, 1, 0])), [[9, 6], [144, 96]]
+    )

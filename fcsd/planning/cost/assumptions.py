@@ -11,7 +11,6 @@ come from other sources than the traces that had shown what was missing
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fcsd.planning.cost.collectives import Way
@@ -127,11 +126,8 @@ AITER kernels, by the assumption that prices it: rocm.blogs.amd.com, DeepSeekR1-
 prefill. vLLM uses AITER only with VLLM_ROCM_USE_AITER=1 (vllm-project/vllm issue 56945).
 """
 
-Values = Mapping[str, float]
-
-
-ALL_REDUCES: dict[str, Way] = {"all_reduce_us": "engine", "side_us": "side"}
-"""Assumptions whose value and range depend on what is sent (`Planned.ranges`), and who
+ALL_REDUCES: dict[Way, str] = {"engine": "all_reduce_us", "side": "side_us"}
+"""Assumptions whose value and range depend on what is sent (`Planned.ranges`), by who
 sends it.
 """
 
@@ -141,5 +137,5 @@ def default_values() -> dict[str, float]:
     return {
         name: assumption.value
         for name, assumption in ASSUMPTIONS.items()
-        if name not in ALL_REDUCES
+        if name not in ALL_REDUCES.values()
     }

@@ -29,6 +29,7 @@ from fcsd.planning.cost.memory import (
     GPUS_PER_NODE,
     compute_dtype,
     memory_parts,
+    room,
 )
 from fcsd.planning.cost.own_text import (
     HOST_US,
@@ -166,22 +167,20 @@ def _reasons_against(
     # `fcsd run` checks the batch of every training, so all of them are tried here.
     sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
     other_trainings = [
-        ("", "sweep", recipe, {"batch_size_tokens": size}) for size in sizes
+        ("sweep", recipe, recipe.train.model_copy(update={"batch_size_tokens": size}))
+        for size in sizes
     ]
+    variants = {name: recipe.variant(name) for name in recipe.variants}
     other_trainings += [
-        (f"variants.{name}: ", "train", recipe.variant(name), {})
-        for name in recipe.variants
+        (f"variants.{name}: train", trained_recipe, trained_recipe.train)
+        for name, trained_recipe in variants.items()
     ]
-    for where, section, trained_recipe, replaced in other_trainings:
+    for where, trained_recipe, train in other_trainings:
+        key, length = f"{where}.batch_size_tokens", trained_recipe.data.max_length
         try:
-            micro_batches(
-                trained_recipe.train.model_copy(update=replaced),
-                trained_recipe.data.max_length,
-                hardware.num_gpus,
-                f"{section}.batch_size_tokens",
-            )
+            micro_batches(train, length, hardware.num_gpus, key)
         except UserError as error:
-            yield f"{where}{error}"
+            yield str(error)
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -203,7 +202,6 @@ def _settings(job: Job) -> dict[str, Any]:
 
 def _memory(job: Job) -> dict[str, Any]:
     trace, setting = job.trace, job.setting
-    available = int(job.machine.gpu.memory_gb * 1e9)
     parts = memory_parts(trace, setting, job.layout)
     # Both are always reported, so that the reader sees what checkpointing saves.
     without, checkpointed = (
@@ -211,12 +209,7 @@ def _memory(job: Job) -> dict[str, Any]:
         for on in (False, True)
     )
     layer_input = job.tokens * trace.hidden_size * compute_dtype(setting).itemsize
-    total = sum(parts.values())
-    return {
-        "parts": parts,
-        "total_bytes": total,
-        "gpu_bytes": available,
-        "fits": total <= available,
+    return room(parts, job.machine.gpu) | {
         "activations": {
             "without_checkpointing_bytes": without,
             "with_checkpointing_bytes": checkpointed,
@@ -257,8 +250,9 @@ _HELD = {
     "optimizer states",
     "averaged weights",
     "GPU context",
+    "teacher weights",
+    "teacher head",
 }
-_HELD |= {"teacher weights", "teacher head"}
 """Parts of the memory that stay allocated between steps; gradients only with ZeRO-3."""
 
 

@@ -8,10 +8,8 @@ training, a micro-batch in its backward pass and the next one in its forward pas
 Not covered: measured times have none of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -242,7 +240,7 @@ class _Training:
     planned: Planned
     step: Step
 
-    def passes(self, work: ModelWork, recomputes: bool) -> tuple[Chain, Chain]:
+    def passes(self, work: ModelWork) -> tuple[Chain, Chain]:
         """Return the forward pass of a micro-batch, and its backward pass."""
         roofline, ranks = self.step.roofline, self.planned.expert_parallel
         dispatch, combine = roofline.exchange(work, ranks)
@@ -253,28 +251,25 @@ class _Training:
         behind = [
             chain
             for layer, repeated in zip(reversed(forward), reversed(again), strict=True)
-            for chain in (*[repeated] * recomputes, mirrored(layer, self.step.backward))
+            for chain in (
+                *[repeated] * self.step.recomputes,
+                mirrored(layer, self.step.backward),
+            )
         ]
         return joined(forward), joined(behind)
 
     def priced(
-        self,
-        name: str,
-        parts: Sequence[ModelWork],
-        rest: Sequence[float],
-        step: Step | None = None,
+        self, name: str, parts: Sequence[ModelWork], rest: Sequence[float]
     ) -> Priced:
         """Price a rival. parts: the work of a micro-batch, in parts. rest: the exposed
-        seconds of its forward and of its backward pass. step: another than its own.
+        seconds of its forward and of its backward pass.
         """
-        step = step or self.step
+        step = self.step
         number, roofline = step.micro_batches, step.roofline
         once = roofline.optimizer(
             step.num_trained / step.layout.num_shards, step.trained_bytes
         )
-        forward, backward = zip(
-            *(self.passes(part, step.recomputes) for part in parts), strict=True
-        )
+        forward, backward = zip(*map(self.passes, parts), strict=True)
         computed = _computed(*forward), _computed(*backward)
         sent = _sent(*forward), _sent(*backward)
         loss_s = sum(roofline.loss(part, step.loss_matmuls) for part in parts)
@@ -299,11 +294,10 @@ class _Training:
         behind += step.recomputes * _beside(one, layers, dispatch, 0.0)
         return self.priced(name, [step.work], [ahead, behind])
 
-    def pairs(self, step: Step) -> list[float]:
-        """Return the exposed seconds of a forward and of a backward pass of two
-        micro-batches in turn.
-        """
-        forward, backward = self.passes(step.work, step.recomputes)
+    def pairs(self, name: str) -> Priced:
+        """Price two micro-batches in turn."""
+        step = self.step
+        forward, backward = self.passes(step.work)
         in_turns = self.planned.micro_batches - 1
         # The first forward and the last backward pass run alone, as do those for which
         # a stage waits. In all others, the forward pass hides the exchanges of the
@@ -311,10 +305,11 @@ class _Training:
         sent, both_s = _sent(forward, backward), _computed(forward, backward)
         beside = in_turn(backward, forward)
         hidden = (sent - beside) * in_turns / step.micro_batches
-        return [
+        rest = [
             _sent(chain) - hidden * _computed(chain) / both_s
             for chain in (forward, backward)
         ]
+        return self.priced(name, [step.work], rest)
 
 
 def _training(planned: Planned, kept: Memory | None) -> tuple[list[Priced], list[str]]:
@@ -327,8 +322,8 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Priced], list
         missing.append(f"{SHARED}: the model has no shared expert")
     if work.num_rows > 1:
         halves = _halves(work, work.num_tokens)
-        chains = [training.passes(half, step.recomputes) for half in halves]
-        rest = [in_turn(*both) for both in zip(*chains, strict=True)]
+        chains = zip(*map(training.passes, halves), strict=True)
+        rest = [in_turn(*both) for both in chains]
         priced.append(training.priced(HALVES, halves, rest))
     else:
         missing.append(f"{HALVES}: needs --batch 2 or more")
@@ -336,15 +331,15 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Priced], list
         missing.append(f"{PAIRS}: needs a --global-batch of two micro-batches or more")
         return priced, missing
     if step.recomputes:
-        priced.append(training.priced(RECOMPUTED_PAIRS, [work], training.pairs(step)))
+        priced.append(training.pairs(RECOMPUTED_PAIRS))
     if kept is not None and not kept["fits"]:
         missing.append(
             f"{PAIRS}: keeps the activations of a micro-batch, in all"
             f" {size(kept['total_bytes'])} on a GPU of {size(kept['gpu_bytes'])}"
         )
     else:
-        keeps = keeping_activations(step)
-        priced.append(training.priced(PAIRS, [work], training.pairs(keeps), keeps))
+        keeps = replace(training, step=keeping_activations(step))
+        priced.append(keeps.pairs(PAIRS))
     return priced, missing
 
 

@@ -8,7 +8,7 @@ Qwen3-30B-A3B was traced in 15 seconds instead of 28.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -89,22 +89,17 @@ class FakeTensors(FakeTensorMode):
         key: list[Any] = [func]
         tensors: list[FakeTensor] = []
         # Other namespaces may depend on more than the shapes of their arguments.
-        if func.namespace != "aten" or not _describe((args, kwargs), key, tensors):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        call = tuple(key)
-        if call not in self.known:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            self.known[call] = _outputs(out, tensors)
-            return out
-        remembered: Any = self.known[call]
-        # Seen before: its output does not follow from the arguments alone.
+        is_known = func.namespace == "aten" and _describe((args, kwargs), key, tensors)
+        call = tuple(key) if is_known else None
+        remembered: Any = self.known.get(call)
         if remembered is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(remembered, (tuple, list)):
-            return type(remembered)(
-                self._make(output, tensors) for output in remembered
-            )
-        return self._make(remembered, tensors)
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if is_known:
+                self.known[call] = _outputs(out, tensors)
+            return out
+        if isinstance(remembered, _Output):
+            return self._make(remembered, tensors)
+        return type(remembered)(self._make(output, tensors) for output in remembered)
 
     def _make(self, output: _Output, tensors: list[FakeTensor]) -> FakeTensor:
         if output.argument >= 0 and not output.is_view:
@@ -121,6 +116,16 @@ class FakeTensors(FakeTensorMode):
         return FakeTensor(self, meta_tensor, _CPU)
 
 
+def _is_plain(value: Any) -> TypeGuard[FakeTensor]:
+    """Tell whether a tensor is one of those that `_make` makes."""
+    return (
+        isinstance(value, FakeTensor)
+        and value.constant is None
+        and not value.dtype.is_complex
+        and value.fake_device == _CPU
+    )
+
+
 def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
     """Add everything on which an operation's output depends to the key; return False
     where that is more than shapes, or unknown.
@@ -128,11 +133,7 @@ def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
     # Values of a type that is not known to be plain make the operation unknown.
     kind = type(value)
     if isinstance(value, Tensor):
-        if (
-            not isinstance(value, FakeTensor)
-            or value.constant is not None
-            or value.dtype.is_complex
-        ):
+        if not _is_plain(value):
             return False
         tensors.append(value)
         key += (
@@ -143,15 +144,12 @@ def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
             value.dtype,
             value.untyped_storage().nbytes(),
         )
-        return value.fake_device == _CPU
-    if kind in (tuple, list) or isinstance(value, (list, tuple)):
+        return True
+    if kind is dict:
+        value = tuple(value.items())
+    if isinstance(value, (list, tuple)):
         key += (kind, len(value))
         return all(_describe(item, key, tensors) for item in value)
-    if kind is dict:
-        key.append(len(value))
-        return all(
-            _describe(item, key, tensors) for pair in value.items() for item in pair
-        )
     key += (kind, value)
     return kind in _PLAIN
 
@@ -167,12 +165,7 @@ def _outputs(out: Any, tensors: list[FakeTensor]) -> _Known:
 
 
 def _output(out: Any, tensors: list[FakeTensor]) -> _Output | None:
-    if (
-        not isinstance(out, FakeTensor)
-        or out.constant is not None
-        or out.dtype.is_complex
-        or out.fake_device != _CPU
-    ):
+    if not _is_plain(out):
         return None
     form = tuple(out.shape), out.stride(), int(out.storage_offset()), out.dtype
     if same := [k for k, argument in enumerate(tensors) if argument is out]:

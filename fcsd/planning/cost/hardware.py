@@ -32,6 +32,11 @@ class Gpu:
     nic_gb_s: float = 50.0
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of its memory."""
+        return int(self.memory_gb * 1e9)
+
+    @property
     def amd(self) -> bool:
         """Whether AMD makes it."""
         return self.name.startswith("AMD ")

@@ -2,8 +2,6 @@
 traced step, its seconds per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +11,12 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.base.strict import refuse
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
-from fcsd.planning.cost.hardware import find_gpu
 from fcsd.planning.cost.machine import Machine, make_machine
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout, compute_dtype
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
-from fcsd.planning.cost.roofline import Precision, Roofline
+from fcsd.planning.cost.roofline import Roofline
 from fcsd.planning.cost.settings import Hardware
+from fcsd.planning.cost.stored import BFLOAT16, FLOAT32
 from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import (
@@ -42,7 +40,7 @@ def machine_of(hardware: Hardware) -> Machine:
     """Return the machine; raise UserError for an unknown GPU, or a layout that no
     launch has.
     """
-    find_gpu(hardware.gpu)
+    ranks = hardware.expert_parallel
     refuse(
         (
             hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE,
@@ -50,11 +48,9 @@ def machine_of(hardware: Hardware) -> Machine:
             f" so --gpus must be a multiple of {GPUS_PER_NODE}, got {hardware.num_gpus}",
         ),
         (
-            hardware.num_gpus % (ranks := hardware.expert_parallel),
-            lambda: (
-                f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs"
-                " (--gpus)"
-            ),
+            hardware.num_gpus % ranks,
+            f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs"
+            " (--gpus)",
         ),
         (
             ranks > 1 and hardware.sharding != "fsdp2",
@@ -184,5 +180,5 @@ def gather_s(job: Job) -> float:
 
 def roofline_of(job: Job, dtype: torch.dtype) -> Roofline:
     """Return the roofline of the job's machine for matmuls of this dtype."""
-    precision: Precision = "float32" if dtype is torch.float32 else "bfloat16"
-    return Roofline(job.machine, precision, fused=job.training.attention != "eager")
+    stored = FLOAT32 if dtype is torch.float32 else BFLOAT16
+    return Roofline(job.machine, stored, fused=job.training.attention != "eager")

@@ -189,22 +189,23 @@ def measured_times(times: Times, planned: Planned) -> dict[str, Any]:
     # An exchange stays exposed if the plan computes nothing during it, whatever its
     # measured window.
     computed = beside(planned.facts())
-
-    def hides(exchange: ExchangeTime) -> bool:
-        return bool(computed[exchange.layer][exchange.kind])
-
+    exchanges = [
+        exchange
+        if computed[exchange.layer][exchange.kind]
+        else exchange.model_copy(update={"window_s": 0.0})
+        for exchange in times.exchanges
+    ]
     shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
-    for exchange in times.exchanges:
+    for exchange in exchanges:
         share = shares["backward" if exchange.backward else "forward"]
-        share[0] += min(exchange.seconds, exchange.window_s) if hides(exchange) else 0.0
+        share[0] += min(exchange.seconds, exchange.window_s)
         share[1] += exchange.seconds
     hidden, sent = (sum(share[i] for share in shares.values()) for i in (0, 1))
     # Windows and mean seconds are those of the forward pass, as `plan_times` returns
     # them.
-    forward = [exchange for exchange in times.exchanges if not exchange.backward]
+    forward = [exchange for exchange in exchanges if not exchange.backward]
     windows = {
-        (exchange.layer, exchange.kind): exchange.window_s if hides(exchange) else 0.0
-        for exchange in forward
+        (exchange.layer, exchange.kind): exchange.window_s for exchange in forward
     }
     mean = {
         kind: sum(seconds) / len(seconds)

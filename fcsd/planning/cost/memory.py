@@ -1,10 +1,11 @@
 """Compute the bytes of one rank from a trace: whole copies, or shards."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from fcsd.planning.cost.hardware import Gpu
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.tracker import PERSISTENT
 
@@ -113,6 +114,19 @@ def memory_parts(
     parts["fragmentation"] = int(FRAGMENTATION * temporary_bytes)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}
+
+
+def room(parts: dict[str, int], gpu: Gpu) -> dict[str, Any]:
+    """Return the parts of a rank's memory with their sum, and whether the GPU has that
+    much.
+    """
+    total_bytes = sum(parts.values())
+    return {
+        "parts": parts,
+        "total_bytes": total_bytes,
+        "gpu_bytes": gpu.memory_bytes,
+        "fits": total_bytes <= gpu.memory_bytes,
+    }
 
 
 def _whole_parts(

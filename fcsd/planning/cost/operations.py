@@ -18,8 +18,6 @@ that an engine's sparse attention computes in the latent space, with up to 3.4 t
 many operations for each pair.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -210,7 +208,7 @@ def trace_layers(
         )
     # Only the first layer of each kind runs its own code; equal layers pass their input
     # on and share its counts.
-    tracker, kinds = Tracker(), _kinds(stack, model.config)
+    tracker, kinds = Tracker(), _kinds(stack, config)
     selected = selected_tokens(config)
     records = {first: _Seen() for first in kinds.values()}
     for k, layer in enumerate(stack):
@@ -351,8 +349,7 @@ def _kinds(stack: Any, config: Any) -> dict[int, int]:
     """Map each layer to the first equal layer: same class, same parameter shapes, same
     kind of attention.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    types = getattr(text, "layer_types", None) or [None] * len(stack)
+    types = getattr(config, "layer_types", None) or [None] * len(stack)
     first: dict[Any, int] = {}
     return {
         k: first.setdefault(

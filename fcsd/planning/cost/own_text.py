@@ -101,7 +101,7 @@ def texts_of_original(
     dtype = job.training.saved_dtype
     # The original is alone in memory while it writes.
     shard = job.trace.num_parameters * dtype.itemsize // job.layout.num_shards
-    free_bytes = int(job.machine.gpu.memory_gb * 1e9) - CONTEXT_BYTES - shard
+    free_bytes = job.machine.gpu.memory_bytes - CONTEXT_BYTES - shard
     family, config, _ = built(job.training)
     # A line of the file has each token as text, as a number and as a mask.
     digits = len(str(text_config(config, family).vocab_size))

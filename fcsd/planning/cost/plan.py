@@ -10,8 +10,6 @@ contention). Measured times replace the
 roofline (`fcsd.planning.cost.measured`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -23,7 +21,12 @@ from fcsd.model.families import FAMILIES, served_by
 from fcsd.parallel.overlap.support import refusal
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.exact import compared
-from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
+from fcsd.planning.cost.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    memory_parts,
+    room,
+)
 from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned, prepare
 from fcsd.planning.cost.settings import PlanSettings
@@ -223,14 +226,7 @@ def memory(planned: Planned) -> dict[str, Any]:
             parts = memory_parts(trace, setting, planned.layout)
     else:
         parts = _serving_memory(planned)
-    needed_bytes = sum(parts.values())
-    available_bytes = int(planned.machine.gpu.memory_gb * 1e9)
-    return {
-        "parts": parts,
-        "total_bytes": needed_bytes,
-        "gpu_bytes": available_bytes,
-        "fits": needed_bytes <= available_bytes,
-    }
+    return room(parts, planned.machine.gpu)
 
 
 def kept_memory(planned: Planned) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Rule, refuse
+from fcsd.base.strict import refuse
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.selection import resolve_layers
@@ -160,172 +160,16 @@ class Planned:
     @property
     def roofline(self) -> Roofline:
         """The roofline that times its operations."""
-        stored, train = self.stored, self.settings.phase == "train"
+        train = self.settings.phase == "train"
         fused = not self.settings.unfused_attention
         once = self.settings.rows_once and not self.megatron
         rows: Rows = "rank" if once else "expert"
         if self.wide:
             rows = ALL2ALL[self.settings.all2all]
+        reduced = None if train or self.wide else self.work
         return Roofline(
-            self.machine, stored.precision, fused, self.tensor_parallel, rows,
-            stored.experts, stored.others, self.megatron,
-            stored.sent if self.wide else None,
-            None if train or self.wide else self.work, not train,
+            self.machine, self.stored, fused, self.tensor_parallel, rows, self.megatron, reduced, not train
         )  # fmt: skip
-
-
-def _gpus(machine: Machine) -> str:
-    return f"{machine.num_gpus} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
-
-
-def _named_ranks(settings: PlanSettings) -> str:
-    """Return the options that set the ranks of a Megatron training."""
-    tp, pp = settings.tensor_parallel, settings.pipeline_parallel
-    named = {"tp": tp, "pp": pp if pp > 1 else None}
-    return " ".join(f"--{name} {n}" for name, n in named.items() if n is not None)
-
-
-_BEFORE_THE_MODEL: tuple[Rule, ...] = (
-    (
-        lambda settings, machine: (
-            settings.dtype == "fp8" and machine.gpu.fp8_tflops is None
-        ),
-        "--dtype fp8: the {1.gpu.name} has no FP8 matmuls; leave it out",
-    ),
-    (
-        lambda settings, _: (
-            settings.global_batch is not None and settings.phase != "train"
-        ),
-        "--global-batch: --phase {0.phase} has no optimiser step; leave it out",
-    ),
-)
-"""Of settings and machine."""
-
-_WIDE: tuple[Rule, ...] = (
-    (
-        lambda settings, _: settings.phase == "train",
-        "--dp {0.data_parallel}: only for a server; in training every rank already has"
-        " its own rows, leave it out",
-    ),
-    (
-        lambda settings, _: (
-            settings.tensor_parallel not in (None, 1)
-            or settings.expert_parallel not in (None, settings.data_parallel)
-        ),
-        "--dp {0.data_parallel}: implies --tp 1 --ep {0.data_parallel}, since every rank"
-        " has the whole attention and a share of the experts; leave both out",
-    ),
-    (
-        lambda settings, machine: machine.num_gpus % settings.data_parallel,
-        lambda settings, machine: (
-            f"--dp {settings.data_parallel}: does not divide the {_gpus(machine)}"
-        ),
-    ),
-    (
-        lambda settings, _: settings.batch % settings.data_parallel,
-        "--batch {0.batch}: the server's requests must be a multiple of its"
-        " {0.data_parallel} ranks (--dp)",
-    ),
-)
-"""Of the settings of a server with data-parallel ranks, and the machine."""
-
-_RANKS: tuple[Rule, ...] = (
-    (
-        lambda settings, *_: (
-            settings.data_parallel is None
-            and settings.all2all != PlanSettings.model_fields["all2all"].default
-        ),
-        "--all2all {0.all2all}: works only with --dp; add --dp, or leave it out",
-    ),
-    (
-        lambda settings, *_: (
-            settings.phase != "train" and settings.pipeline_parallel > 1
-        ),
-        "--pp {0.pipeline_parallel}: --phase {0.phase} has no pipeline stages; leave it"
-        " out",
-    ),
-    (
-        lambda settings, machine, tp, ep: (
-            settings.phase == "train"
-            and tp >= 1
-            and machine.num_gpus % (tp * settings.pipeline_parallel)
-        ),
-        lambda settings, machine, tp, ep: (
-            f"{_named_ranks(settings)}: {tp * settings.pipeline_parallel} ranks do not"
-            f" divide the {_gpus(machine)}"
-        ),
-    ),
-    (
-        lambda settings, machine, tp, ep: (
-            settings.phase == "train"
-            and tp >= 1
-            and settings.batch * settings.length % tp
-        ),
-        lambda settings, machine, tp, ep: (
-            f"--tp {tp}: does not divide the {settings.batch * settings.length} tokens of"
-            " a micro-batch (--batch times --length)"
-        ),
-    ),
-    (
-        lambda settings, machine, tp, ep: not 1 <= tp <= machine.num_gpus,
-        lambda settings, machine, tp, ep: f"--tp {tp}: there are {_gpus(machine)}",
-    ),
-    (
-        lambda settings, machine, tp, ep: (
-            settings.phase == "train"
-            and (ep < 1 or machine.num_gpus // settings.pipeline_parallel % ep)
-        ),
-        lambda settings, machine, tp, ep: (
-            f"--ep {ep}: does not divide the {_gpus(machine)}"
-            + (
-                f" / {settings.pipeline_parallel} stages"
-                if settings.pipeline_parallel > 1
-                else ""
-            )
-        ),
-    ),
-    (
-        lambda settings, machine, tp, ep: (
-            settings.phase != "train"
-            and settings.data_parallel is None
-            and ep not in (1, tp)
-        ),
-        "--ep {3}: a server's experts are distributed over all its {2} tensor-parallel"
-        " ranks (--ep {2}) or not at all (--ep 1)",
-    ),
-    (
-        lambda settings, machine, tp, ep: machine.values["imbalance"] > ep,
-        "assumptions.imbalance: {1.values[imbalance]:g}: must be at most {3}, the number"
-        " of ranks that share the experts (one rank then has all rows)",
-    ),
-)
-"""Of settings, machine, tensor-parallel and expert-parallel ranks."""
-
-# Measured links describe all-to-all; they say nothing about the all-reduces of a
-# tensor-parallel server.
-_LINKS: tuple[Rule, ...] = (
-    (
-        lambda settings, *_: settings.phase != "train" and not settings.data_parallel,
-        "--links: measured for all-to-all, but without --dp {0.phase} uses all-reduces;"
-        " leave it out",
-    ),
-    (
-        lambda settings, *_: (
-            settings.data_parallel and ALL2ALL[settings.all2all] == "all"
-        ),
-        "--links: measured for all-to-all, but --all2all {0.all2all} gathers; choose"
-        " another",
-    ),
-    (
-        lambda settings, links, ep: links.world_size != ep,
-        lambda settings, links, ep: (
-            f"--links: measured between {links.world_size} ranks, but {ep} share the"
-            f" experts; give --{'dp' if settings.data_parallel else 'ep'}"
-            f" {links.world_size}, or links of {ep} ranks"
-        ),
-    ),
-)
-"""Of settings, links, and the ranks that share the experts."""
 
 
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
@@ -338,7 +182,17 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         settings.assumptions,
         links,
     )
-    refuse(*_BEFORE_THE_MODEL, of=(settings, machine))
+    refuse(
+        (
+            settings.dtype == "fp8" and machine.gpu.fp8_tflops is None,
+            f"--dtype fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out",
+        ),
+        (
+            settings.global_batch is not None and settings.phase != "train",
+            f"--global-batch: --phase {settings.phase} has no optimiser step; leave it"
+            " out",
+        ),
+    )
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config
     if spec is None:
@@ -358,12 +212,12 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     # A batch far beyond the memory, before it is traced, where sizes would overflow.
     hidden_size = (config.get("text_config") or config).get("hidden_size") or 1
     stream = 2 * settings.batch * length * hidden_size
-    memory = machine.gpu.memory_gb * 1e9
+    memory = machine.gpu.memory_bytes
     if stream > memory:
         raise UserError(
             f"--batch {settings.batch} --length {settings.length}: the residual stream"
             f" of these tokens alone takes {size(stream)}, but the {machine.gpu.name}"
-            f" has {size(int(memory))}; use a smaller batch or shorter rows"
+            f" has {size(memory)}; use a smaller batch or shorter rows"
         )
     # Requests of the whole server, divided among its data-parallel ranks.
     rows = settings.batch // (settings.data_parallel or 1)
@@ -402,7 +256,7 @@ def _with_all_reduces(planned: Planned) -> Planned:
     tokens: published, unless the cluster's file has its own time.
     """
     values, ranges = planned.machine.values, {}
-    for name, way in ALL_REDUCES.items():
+    for way, name in ALL_REDUCES.items():
         if planned.settings.phase != "train" and planned.tensor_parallel > 1:
             low, typical, high = planned.roofline.published_us(planned.work, way)
             # Published times of other machines say nothing about a measured one.
@@ -452,19 +306,108 @@ def _ranks(
     tp = (1 if train or dp else world) if tp is None else tp
     ep = settings.expert_parallel
     if dp is not None:
-        refuse(*_WIDE, of=(settings, machine))
+        refuse(
+            (
+                train,
+                f"--dp {dp}: only for a server; in training every rank already has its"
+                " own rows, leave it out",
+            ),
+            (
+                tp != 1 or ep not in (None, dp),
+                f"--dp {dp}: implies --tp 1 --ep {dp}, since every rank has the whole"
+                " attention and a share of the experts; leave both out",
+            ),
+            (world % dp, f"--dp {dp}: does not divide the {_gpus(machine)}"),
+            (
+                settings.batch % dp,
+                f"--batch {settings.batch}: the server's requests must be a multiple of"
+                f" its {dp} ranks (--dp)",
+            ),
+        )
         ep = dp
     elif ep is None:
         ep = world // pp if train else tp
-    refuse(
-        *_RANKS,
-        of=(settings, machine, tp, ep),
-    )
+    _check_ranks(settings, machine, tp, ep)
     if links is not None:
-        refuse(*_LINKS, of=(settings, links, ep))
-        # The part of the code that expert parallelism calls.
-        links.require(collective="all_to_all_single")
+        _check_links(settings, links, ep)
     return ep, tp
+
+
+def _check_ranks(settings: PlanSettings, machine: Machine, tp: int, ep: int) -> None:
+    """Refuse ranks that the machine or the phase does not have."""
+    train, gpus = settings.phase == "train", _gpus(machine)
+    dp, pp = settings.data_parallel, settings.pipeline_parallel
+    tokens = settings.batch * settings.length
+    given = {"tp": settings.tensor_parallel, "pp": pp if pp > 1 else None}
+    megatron = " ".join(f"--{name} {n}" for name, n in given.items() if n is not None)
+    stages = f" / {pp} stages" if pp > 1 else ""
+    imbalance = machine.values["imbalance"]
+    refuse(
+        (
+            dp is None
+            and settings.all2all != PlanSettings.model_fields["all2all"].default,
+            f"--all2all {settings.all2all}: works only with --dp; add --dp, or leave it"
+            " out",
+        ),
+        (
+            not train and pp > 1,
+            f"--pp {pp}: --phase {settings.phase} has no pipeline stages; leave it out",
+        ),
+        (
+            train and tp >= 1 and machine.num_gpus % (tp * pp),
+            f"{megatron}: {tp * pp} ranks do not divide the {gpus}",
+        ),
+        (
+            train and tp >= 1 and tokens % tp,
+            f"--tp {tp}: does not divide the {tokens} tokens of a micro-batch (--batch"
+            " times --length)",
+        ),
+        (not 1 <= tp <= machine.num_gpus, f"--tp {tp}: there are {gpus}"),
+        (
+            train and (ep < 1 or machine.num_gpus // pp % ep),
+            f"--ep {ep}: does not divide the {gpus}{stages}",
+        ),
+        (
+            not train and dp is None and ep not in (1, tp),
+            f"--ep {ep}: a server's experts are distributed over all its {tp}"
+            f" tensor-parallel ranks (--ep {tp}) or not at all (--ep 1)",
+        ),
+        (
+            imbalance > ep,
+            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the number of"
+            " ranks that share the experts (one rank then has all rows)",
+        ),
+    )
+
+
+def _gpus(machine: Machine) -> str:
+    return f"{machine.num_gpus} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+
+
+def _check_links(settings: PlanSettings, links: LinkModel, ep: int) -> None:
+    """Refuse measured links of other ranks or another collective. They describe
+    all-to-all, and say nothing about the all-reduces of a tensor-parallel server.
+    """
+    dp, ranks = settings.data_parallel, links.world_size
+    refuse(
+        (
+            settings.phase != "train" and not dp,
+            f"--links: measured for all-to-all, but without --dp {settings.phase} uses"
+            " all-reduces; leave it out",
+        ),
+        (
+            dp and ALL2ALL[settings.all2all] == "all",
+            f"--links: measured for all-to-all, but --all2all {settings.all2all}"
+            " gathers; choose another",
+        ),
+        (
+            ranks != ep,
+            f"--links: measured between {ranks} ranks, but {ep} share the experts; give"
+            f" --{'dp' if dp else 'ep'} {ranks}, or links of {ep} ranks",
+        ),
+    )
+    # The part of the code that expert parallelism calls.
+    links.require(collective="all_to_all_single")
 
 
 def _sharing_option(settings: PlanSettings, ep: int) -> str:

@@ -7,8 +7,6 @@ Not covered: a matmul that is fused with the collective behind it (asynchronous 
 parallelism), and schedules of other engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -16,9 +16,8 @@ from fcsd.planning.cost.assumptions import ALL_REDUCES, ASSUMPTIONS
 from fcsd.planning.cost.collectives import Way, fused_below, published
 from fcsd.planning.cost.machine import Machine
 from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
+from fcsd.planning.cost.stored import BFLOAT16, Precision, Stored
 from fcsd.planning.network.simulate import Payload, rows_per_token, simulate
-
-Precision = Literal["float32", "bfloat16", "fp8"]
 
 Rows = Literal["rank", "node", "expert", "all"]
 """Where a token sends rows: to each rank that has any of its experts (fcsd's training);
@@ -53,14 +52,8 @@ with the weights of its heads; the keys' norm and rotary embedding, the queries'
 of the largest another.
 """
 
-QUANTISED = {
-    "attention a": 1,
-    "attention b": 1,
-    "experts": 1,
-    "shared expert": 1,
-    "mlp": 1,
-}
-"""Kernels that quantise activations for matmuls in FP8."""
+QUANTISED = ("attention a", "attention b", "experts", "shared expert", "mlp")
+"""Steps with one more kernel that quantises activations for matmuls in FP8."""
 
 PAIR_BYTES = 8
 """Bytes that travel with a row for each (token, expert) pair: the expert's index and
@@ -72,29 +65,22 @@ weight.
 class Roofline:
     """A model of the time that work takes on a machine.
 
-    precision: dtype of the matmuls and their weights; with fp8, attention's core and
-    activations are bfloat16. fused: attention is one kernel that skips the pairs that a
-    causal mask excludes; else batched matmuls with the scores in memory.
-    tensor_parallel: ranks that share each layer. rows: where a token is sent.
-    expert_bytes, weight_bytes: bytes per element, as read from memory, of the experts'
-    and of all other weights; None: as wide as `precision`. sequence_parallel: as
-    Megatron trains: outside of attention, dense MLPs and shared experts, each
-    tensor-parallel rank has its own part of the tokens, and its experts whole.
-    sent_bytes: bytes per element of a dispatched row; None: as wide as an activation,
-    as returned rows always are. reduced: work whose all-reduces have an assumed
-    duration; None: there is none. served: a step runs as a captured graph, whose kernels
-    take `matmul_us`, `core_us` and `kernel_us` at least.
+    stored: the weights in memory, and the dtype of the matmuls. fused: attention is one
+    kernel that skips the pairs that a causal mask excludes; else batched matmuls with
+    the scores in memory. tensor_parallel: ranks that share each layer. rows: where a
+    token is sent. sequence_parallel: as Megatron trains: outside of attention, dense
+    MLPs and shared experts, each tensor-parallel rank has its own part of the tokens,
+    and its experts whole. reduced: work whose all-reduces have an assumed duration;
+    None: there is none. served: a step runs as a captured graph, whose kernels take
+    `matmul_us`, `core_us` and `kernel_us` at least.
     """
 
     machine: Machine
-    precision: Precision = "bfloat16"
+    stored: Stored = BFLOAT16
     fused: bool = True
     tensor_parallel: int = 1
     rows: Rows = "rank"
-    expert_bytes: float | None = None
-    weight_bytes: float | None = None
     sequence_parallel: bool = False
-    sent_bytes: float | None = None
     reduced: ModelWork | None = None
     served: bool = False
 
@@ -115,7 +101,7 @@ class Roofline:
     @property
     def value_bytes(self) -> int:
         """Bytes of an activation."""
-        return 4 if self.precision == "float32" else 2
+        return 4 if self.stored.precision == "float32" else 2
 
     def peak(self, precision: Precision) -> float:
         """Return the GPU's published FLOPs a second."""
@@ -143,15 +129,13 @@ class Roofline:
         share: name of the assumption for the share of the peak. ranks: number of ranks
         that split the work. read: fraction of the weights that is read.
         """
-        is_experts = share == "grouped"
+        is_experts, stored = share == "grouped", self.stored
         # Servers' FP8 kernels for the experts are much further from their peak; in a
         # training, DeepGEMM's reach 1,288 of 1,979 TFLOPS (its README, 8 groups).
-        if is_experts and self.precision == "fp8" and self.served:
+        if is_experts and stored.precision == "fp8" and self.served:
             share = "fp8_grouped"
-        computing = work.flops / (self.peak(self.precision) * self.values[share])
-        width = self.expert_bytes if is_experts else self.weight_bytes
-        if width is None:
-            width = 1 if self.precision == "fp8" else self.value_bytes
+        computing = work.flops / (self.peak(stored.precision) * self.values[share])
+        width = stored.experts if is_experts else stored.others
         reading = work.weights * read * width / self.bytes_per_s
         return max(computing, reading) / ranks
 
@@ -161,7 +145,8 @@ class Roofline:
 
     def core(self, layer: LayerWork) -> float:
         """Return the seconds of attention between its projections."""
-        peak = self.peak("bfloat16" if self.precision == "fp8" else self.precision)
+        precision = self.stored.precision
+        peak = self.peak("bfloat16" if precision == "fp8" else precision)
         ranks = self.tensor_parallel
         reading = layer.cache_bytes / self.bytes_per_s
         if self.fused:
@@ -232,13 +217,9 @@ class Roofline:
             parts |= {"attention a": (queries, norms), "mlp": (0.0, 0.0)}
         else:
             parts["mlp"] = split("mlp"), norms
-        if not self.served:
-            return parts
-        fp8 = self.precision == "fp8"
-        least = {name: _least_s(self.values, layer, name, fp8=fp8) for name in parts}
         for name, (matmuls, passes) in parts.items():
-            if matmuls or passes:
-                least_matmuls, least_passes = least[name]
+            if self.served and (matmuls or passes):
+                least_matmuls, least_passes = _least_s(self, layer, name)
                 parts[name] = max(matmuls, least_matmuls), max(passes, least_passes)
         return parts
 
@@ -332,7 +313,7 @@ class Roofline:
         ranks is an all-gather, and its combine a reduce-scatter. Measured links, if
         any, are simulated.
         """
-        sent = self.value_bytes if self.sent_bytes is None else self.sent_bytes
+        sent = self.stored.sent
         widths = (model.row_width * sent, model.row_width * self.value_bytes)
         tokens = model.tokens / self.token_ranks
         if self.rows == "all":
@@ -435,7 +416,7 @@ class Roofline:
         """
         if self.tensor_parallel == 1:
             return 0.0
-        (name,) = (key for key, sender in ALL_REDUCES.items() if sender == way)
+        name = ALL_REDUCES[way]
         seconds = self.published_us(model, way)[1] / 1e6
         if self.reduced is None or name not in self.values:
             return seconds
@@ -494,24 +475,20 @@ def fused_norm(roofline: Roofline, model: ModelWork) -> float:
     return roofline.values["fused_norm_us"] / 1e6 * is_fused
 
 
-def _least_s(
-    values: Mapping[str, float], layer: LayerWork, name: str, *, fp8: bool
-) -> tuple[float, float]:
+def _least_s(roofline: Roofline, layer: LayerWork, name: str) -> tuple[float, float]:
     """Return the least seconds of a step of a server: of its matmuls, and of its other
-    kernels. fp8: the matmuls are in FP8.
+    kernels.
     """
-    matmuls, other_kernels = KERNELS[name]
-    if layer.work("attention a" + WHOLE).weights:
-        latent = LATENT.get(name, (0, 0))
-        matmuls, other_kernels = matmuls + latent[0], other_kernels + latent[1]
+    kernels = [KERNELS[name]]
+    if layer.work("attention a" + WHOLE).weights and name in LATENT:
+        kernels.append(LATENT[name])
     if layer.index and name == "attention a":
-        matmuls, other_kernels = matmuls + INDEXED[0], other_kernels + INDEXED[1]
-    if fp8:
-        other_kernels += QUANTISED.get(name, 0)
-    return (
-        matmuls * values["matmul_us"] / 1e6,
-        other_kernels * values["kernel_us"] / 1e6,
-    )
+        kernels.append(INDEXED)
+    if roofline.stored.precision == "fp8" and name in QUANTISED:
+        kernels.append((0, 1))
+    matmuls, others = map(sum, zip(*kernels, strict=True))
+    values = roofline.values
+    return matmuls * values["matmul_us"] / 1e6, others * values["kernel_us"] / 1e6
 
 
 def _fixed_us(

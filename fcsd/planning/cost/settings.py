@@ -1,7 +1,5 @@
 """The options of plans and estimates. Without torch, so that `--help` is quick."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, field_validator

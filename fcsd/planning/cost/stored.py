@@ -6,22 +6,22 @@ only. A model whose method is not known here is planned in bfloat16, and the pla
 so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.model.quantised.methods import FIELD
-from fcsd.planning.cost.roofline import Precision
+
+Precision = Literal["float32", "bfloat16", "fp8"]
 
 
 @dataclass(frozen=True)
 class Stored:
     """Weights as they are stored in memory. experts, others: bytes per element,
-    including its share of the scales. precision: dtype of the matmuls. sent: bytes per
-    element of a row that a data-parallel rank of a server dispatches.
+    including its share of the scales. precision: dtype of the matmuls; with fp8,
+    attention's core and activations are bfloat16. sent: bytes per element of a
+    dispatched row; a returned row is as wide as an activation.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Stored:
     sent: float = 2.0
 
 
+FLOAT32 = Stored("float32", 4.0, 4.0, "float32", 4.0)
 BFLOAT16 = Stored("bfloat16")
 FP8 = Stored("FP8", 1.0, 1.0, "fp8")
 _FP4 = 4.25 / 8

@@ -286,7 +286,7 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
     # Measured for one number of tokens, which a sweep may change.
     constant = [
         name
-        for name in ALL_REDUCES
+        for name in ALL_REDUCES.values()
         if name in facts["assumptions"] and facts["swept"] in ("batch", "length", "tp")
     ]
     if constant:
@@ -351,13 +351,13 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
     batch = f"{settings['batch']} x {settings['length']} tokens"
     # A server shares its layers by tensor parallelism, or only its experts (wide).
     if settings["phase"] == "train":
-        ranks = f"expert parallel {settings['expert_parallel']}"
+        ranks, whose = f"expert parallel {settings['expert_parallel']}", "rank"
         if "megatron" in facts["times"]:
             ranks = (
                 f"Megatron, tensor parallel {settings['tensor_parallel']}, pipeline"
                 f" parallel {settings['pipeline_parallel']}, {ranks}"
             )
-        whose = "micro-batch" if "megatron" in facts["times"] else "rank"
+            whose = "micro-batch"
         batch += f" per {whose}, micro-batches per step: {settings['micro_batches']}"
     else:
         wide = settings["data_parallel"] is not None

@@ -52,7 +52,6 @@ class Tracker:
         self.peak: dict[str, int] = {}
         self.transient: dict[str, int] = {}
         self.flops: dict[str, Counter[str]] = {}
-        self._peak = self._transient = 0
 
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
@@ -137,17 +136,13 @@ class Tracker:
         entry.reference = weakref.ref(storage, gone)
         self.live[key] = entry
         self.now[entry.kind] += entry.num_bytes
-        total = sum(self.now.values())
-        if total > self._peak:
-            self._peak, self.peak = total, dict(self.now)
+        if sum(self.now.values()) > sum(self.peak.values()):
+            self.peak = dict(self.now)
         # Sharded layouts divide the persistent kinds, so their peak may be at another
         # moment.
-        transient = total - sum(self.now[kind] for kind in PERSISTENT)
-        if transient > self._transient:
-            self._transient = transient
-            self.transient = {
-                kind: n for kind, n in self.now.items() if kind not in PERSISTENT
-            }
+        transient = {k: n for k, n in self.now.items() if k not in PERSISTENT}
+        if sum(transient.values()) > sum(self.transient.values()):
+            self.transient = transient
 
 
 class Interposed(TorchFunctionMode):

@@ -138,24 +138,23 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     model from it.
     """
     family = family_of(training.config)
-    cls = classes_of(family).model
+    classes = classes_of(family)
     # A training needs plain weights, and transformers' default implementation of the
     # experts.
     plain = without_quantisation(training.config)
     raw = {
         key: value for key, value in plain.items() if key != "experts_implementation"
     }
-    config_class = classes_of(family).config
-    config = config_object(config_class, raw, family.model_type, training.where)
+    config = config_object(classes.config, raw, family.model_type, training.where)
     # Checked again with the class's defaults for keys that the file lacks.
     try:
         family_of(config)
     except UserError as error:
         raise UserError(f"{training.where}: {error}") from None
     attention = "eager" if training.attention == "eager" else "sdpa"
-    if not getattr(cls, "_supports_sdpa", True):
+    if not getattr(classes.model, "_supports_sdpa", True):
         attention = "eager"
-    build = functools.partial(cls._from_config, attn_implementation=attention)
+    build = functools.partial(classes.model._from_config, attn_implementation=attention)
     return (
         family,
         config,

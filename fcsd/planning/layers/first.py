@@ -23,12 +23,12 @@ from fcsd.base.text import nats
 from fcsd.model.connectivity.selection import ranges
 from fcsd.planning.layers.points import (
     base_loss,
-    has_calibrated,
     number_text,
     point_loss,
     selection_facts,
     study_overlap,
     values_of,
+    weights_of,
 )
 from fcsd.planning.layers.settings import KL
 
@@ -81,9 +81,6 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     left_out = list(range(num_first)) or special
     all_layers_point = points.get(tuple(range(num_layers)))
     remaining_layers = [layer for layer in range(num_layers) if layer not in left_out]
-    weights = {"copied": False}
-    if has_calibrated(study):
-        weights["calibrated"] = True
     # A study measures this selection last, so an unfinished or older one lacks it.
     remaining_point = points.get(tuple(remaining_layers))
     without = {
@@ -91,8 +88,10 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
         "measured": (
             remaining_point
             and {
-                name: values_of(remaining_point, calibrated)[metric]
-                for name, calibrated in weights.items()
+                "calibrated" if calibrated else "copied": values_of(
+                    remaining_point, calibrated
+                )[metric]
+                for calibrated in weights_of(study)
             }
         ),
         "overlapped_by_all": study_overlap(study, range(num_layers))[0],

@@ -36,6 +36,7 @@ from fcsd.planning.layers.points import (
     attention_losses,
     base_loss,
     loss_text,
+    moe_mask,
     number_text,
     point_loss,
     point_text,
@@ -103,7 +104,7 @@ class Prices:
         whole = (
             not selected and not attention and study["study"]["attention"] == "partial"
         )
-        pairs = pairs_of(study, calibrated) if metric == KL else {}
+        pairs = pairs_of(study, metric, calibrated)
         return cls(mlp, attention, base if selected else None, whole, pairs)
 
     def halves(self) -> list[Half]:
@@ -126,9 +127,9 @@ class Prices:
         return cost + (self.everywhere or 0.0) * bool(ahead)
 
 
-def pairs_of(study: dict[str, Any], calibrated: bool) -> Pairs:
+def pairs_of(study: dict[str, Any], metric: str, calibrated: bool) -> Pairs:
     """Return the pairs of a study, which are those of its KL."""
-    if "pairs" not in study:
+    if metric != KL or "pairs" not in study:
         return {}
     rows = study["pairs"]["calibrated" if calibrated else "values"]
     pairs: dict[int, dict[int, float]] = {layer: {} for layer in range(len(rows))}
@@ -378,11 +379,6 @@ def changes(study: dict[str, Any], spec: Connectivity) -> bool:
         return bool(spec.new_field(moe_mask(study), layout)["layers"])
     except UserError:
         return False
-
-
-def moe_mask(study: dict[str, Any]) -> list[bool]:
-    """Return one entry for each layer of a study's model, True for an MoE layer."""
-    return [k in study["moe_layers"] for k in range(study["num_hidden_layers"])]
 
 
 def attention_carried(spec: Connectivity, mask: Sequence[bool]) -> list[int]:

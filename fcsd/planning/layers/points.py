@@ -32,9 +32,12 @@ def loss_text(metric: Mapping[str, Any]) -> str:
     return f"{metric['name']} {'added' if metric['better'] == 'lower' else 'lost'}"
 
 
-def has_calibrated(study: dict[str, Any]) -> bool:
-    """Tell whether a study was measured with calibrated weights as well."""
-    return all("calibrated" in point for point in study["points"])
+def weights_of(study: dict[str, Any]) -> tuple[bool, ...]:
+    """Return whether each kind of weights of a study is calibrated: copied ones come
+    first, and may be all.
+    """
+    is_calibrated = all("calibrated" in point for point in study["points"])
+    return (False, True) if is_calibrated else (False,)
 
 
 def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
@@ -141,15 +144,19 @@ def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, in
 
 def connectivity_overlap(study: dict[str, Any], spec: Connectivity) -> tuple[int, int]:
     """Return `overlapped_collectives` of a study's model with a connectivity."""
-    moe_layers = study["moe_layers"]
-    field = spec.field([k in moe_layers for k in range(study["num_hidden_layers"])])
+    field = spec.field(moe_mask(study))
     return overlapped_collectives(
         field["layers"],
-        moe_layers,
+        study["moe_layers"],
         field["attention"],
         field["mlp"],
         study.get("model_type"),
     )
+
+
+def moe_mask(study: dict[str, Any]) -> list[bool]:
+    """Return one entry for each layer of a study's model, True for an MoE layer."""
+    return [k in study["moe_layers"] for k in range(study["num_hidden_layers"])]
 
 
 def selecting_option(study: dict[str, Any]) -> str:

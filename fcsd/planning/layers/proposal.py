@@ -38,7 +38,6 @@ from fcsd.planning.layers.points import (
     connectivity_overlap,
     deciding_metric,
     error_text,
-    has_calibrated,
     loss_text,
     number_text,
     options_head,
@@ -49,6 +48,7 @@ from fcsd.planning.layers.points import (
     study_connectivity,
     study_overlap,
     values_of,
+    weights_of,
 )
 from fcsd.planning.layers.settings import KL, Study, attention_ahead
 from fcsd.planning.layers.study import (
@@ -96,7 +96,7 @@ def plan_layers(
         point_loss(study, alone[layer], chosen, calibrated)
         for layer in range(num_layers)
     ]
-    pairs = pairs_of(study, calibrated) if chosen == KL else {}
+    pairs = pairs_of(study, chosen, calibrated)
     proposal = least_costly([value for value, _ in losses], count, pairs)
     base, base_error = base_loss(study, chosen, calibrated)
     selecting = selecting_option(study)
@@ -125,17 +125,17 @@ def plan_layers(
         ],
         "special_layers": special_layers(study, chosen),
     }
-    # What each layer adds: attention alone is part of every point of such a study.
-    added = [value - base for value, _ in losses]
-    result["selections"] = [
-        row | {"predicted": base + _predicted(row["layers"], added, pairs)}
-        for row in _selections(study, result)
-    ]
+    rows = result["selections"] = list(_selections(study, result))
+    for row in rows:
+        # What each layer adds: attention alone is part of every point of such a study.
+        added = sum(losses[layer][0] - base for layer in row["layers"])
+        if pairs:
+            added += sum(pairs[i][j] for i, j in combinations(row["layers"], 2))
+        row["predicted"] = base + added
     # The paired difference needs both selections measured again: the study keeps means,
     # not the values of single rows and items.
     result["difference"] = None
     if verify is not None:
-        rows = result["selections"]
         specs = [study_connectivity(study, row["layers"]) for row in rows]
         measured = measure_selections(folder, specs, chosen, calibrated, model, verify)
         for row, measurement in zip(rows, measured, strict=True):
@@ -146,7 +146,7 @@ def plan_layers(
 
 def check_calibrated(folder: Path, study: dict[str, Any], calibrated: bool) -> None:
     """Refuse calibrated weights where a study has none."""
-    if calibrated and not has_calibrated(study):
+    if calibrated not in weights_of(study):
         raise UserError(
             f"{folder}: this study has copied weights only; run `fcsd layers` with"
             " --calibrated TEXT"
@@ -170,14 +170,6 @@ def single_points(folder: Path, study: dict[str, Any]) -> dict[int, dict[str, An
             " single"
         )
     return alone
-
-
-def _predicted(layers: Sequence[int], added: Sequence[float], pairs: Pairs) -> float:
-    """Return what prices and pairs predict that layers add together."""
-    total = sum(added[layer] for layer in layers)
-    if pairs:
-        total += sum(pairs[i][j] for i, j in combinations(layers, 2))
-    return total
 
 
 def _selections(
@@ -262,7 +254,7 @@ def layers_within(folder: Path, max_loss: float) -> dict[str, Any]:
         raise UserError(
             f"{folder}: single layers only; run `fcsd layers` with --sides first,last"
         )
-    for calibrated in (False, True) if has_calibrated(study) else (False,):
+    for calibrated in weights_of(study):
         for end in ends:
             points = [point for point in study["points"] if point["side"] == end]
             losses = [
@@ -378,7 +370,7 @@ def measure_selections(
     if not calibrated:
         spec = spec.model_copy(update={"calibrated": None})
     with measuring(spec, source, launch) as (measure, _):
-        return [measure(selection, calibrated) for selection in selections]
+        return [measure(selection, calibrated, None) for selection in selections]
 
 
 def _refuse_without_error(
@@ -496,7 +488,7 @@ def study_table(study: dict[str, Any]) -> str:
     """
     metric, names = deciding_metric(study), [row["name"] for row in study["metrics"]]
     # Calibrated values, if any, are columns beside the copied ones.
-    weight_kinds = [False, True] if has_calibrated(study) else [False]
+    weight_kinds = weights_of(study)
 
     def cells(name: str, point: dict[str, Any], overlap: tuple[int, int]) -> list[str]:
         values = [

@@ -135,14 +135,12 @@ def measured_connectivity(
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
     """Return the study that the options of `fcsd layers` describe, or raise UserError."""
-    side_names = options["sides"].split(",") if options["sides"] is not None else None
-    if side_names is None:
-        side_names = ["first", "last"]
+    sides = options["sides"]
+    if sides is None:
         # Single layers with `mlp: full` are refused.
-        if options["mlp"] != "full":
-            side_names.append("single")
+        sides = "first,last" if options["mlp"] == "full" else "first,last,single"
     calibrated = source_option(options["calibrated"], "--calibrated")
-    return Study.from_options(options, sides=side_names, calibrated=calibrated)
+    return Study.from_options(options, sides=sides.split(","), calibrated=calibrated)
 
 
 def suite_of(study: Study) -> SuiteConfig | None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -97,81 +97,53 @@ class Measured:
     items: dict[str, list[Any]]
 
 
-class Measure(Protocol):
-    """Rewires the model in place and measures it; None: the original."""
-
-    def __call__(
-        self,
-        spec: Connectivity | None,
-        calibrated: bool,
-        hidden: list[Tensor] | None = None,
-    ) -> Measured:
-        """Measure calibrated or copied weights. hidden: as of `kl_by_row`."""
-
+Measure = Callable[[Connectivity | None, bool, list[Tensor] | None], Measured]
+"""Rewires the model in place (None: the original) and measures it, with calibrated
+weights or copied ones. The last argument is `hidden` of `kl_by_row`.
+"""
 
 Moments = Callable[[Sequence[Path]], Tensor]
 """Computes `second_moments` of the models whose hidden states are in these files."""
 
 
-def _second_view(model: Any) -> Any:
-    """Return a second set of modules around the parameters of a model."""
-    # The memo makes deepcopy keep every parameter: new modules, shared weights.
-    return copy.deepcopy(
-        model, {id(parameter): parameter for parameter in model.parameters()}
-    )
+@contextlib.contextmanager
+def _calibrated(
+    model: Any, original: Any, rows: Sequence[Any], ranks: Ranks
+) -> Iterator[None]:
+    """Calibrate the rewired layers of the single model that is rewired in place, as
+    `calibrate_model` does, until the block is left; do nothing without rewired layers.
+    All ranks call this.
 
+    A rewired layer gets copies of its own parameters while it is calibrated, so that
+    only the rewired layers are held twice.
 
-class Calibrations:
-    """Calibrate one selection after another in the single model that is rewired in
-    place.
-
-    The original is a second set of modules around the same parameters; a rewired layer
-    gets copies of its own parameters while it is calibrated, so that only the rewired
-    layers are held twice.
-
-    model: the model, still regular. rows: the text, as `calibrate_model` takes it, the
-    same on all ranks.
+    original: the regular model, a second set of modules around the same parameters.
+    rows: the text, as `calibrate_model` takes it, the same on all ranks.
     """
-
-    def __init__(self, model: Any, rows: Sequence[Any], ranks: Ranks) -> None:
-        self.model, self.rows, self.ranks = model, rows, ranks
-        self.original = _second_view(model)
-
-    @contextlib.contextmanager
-    def folded(self) -> Iterator[None]:
-        """Calibrate the rewired layers, as `calibrate_model` does, until the block is
-        left; do nothing without rewired layers. All ranks call this.
-        """
-        layers = decoder_layers(self.model, family_of(self.model.config))
-        indices = farskip_layers(self.model)
-        shared = [
-            (module, name, parameter)
-            for index in indices
-            for module in layers[index].modules()
-            for name, parameter in module.named_parameters(recurse=False)
-        ]
-        # Calibration writes into the layers' weights, which the original shares.
-        try:
-            for module, name, parameter in shared:
-                copied_parameter = nn.Parameter(
-                    parameter.detach().clone(), requires_grad=parameter.requires_grad
-                )
-                module.register_parameter(name, copied_parameter)
-            if indices:
-                calibrate_model(
-                    self.model,
-                    self.original,
-                    self.rows,
-                    ranks=self.ranks,
-                    progress=False,
-                )
-            yield
-        finally:
-            for module, name, parameter in shared:
-                module.register_parameter(name, parameter)
-            # The next selection starts from copied weights again, so its config must
-            # not say that it is calibrated.
-            vars(self.model.config).pop(CALIBRATED, None)
+    layers = decoder_layers(model, family_of(model.config))
+    indices = farskip_layers(model)
+    shared = [
+        (module, name, parameter)
+        for index in indices
+        for module in layers[index].modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    # Calibration writes into the layers' weights, which the original shares.
+    try:
+        for module, name, parameter in shared:
+            copied_parameter = nn.Parameter(
+                parameter.detach().clone(), requires_grad=parameter.requires_grad
+            )
+            module.register_parameter(name, copied_parameter)
+        if indices:
+            calibrate_model(model, original, rows, ranks=ranks, progress=False)
+        yield
+    finally:
+        for module, name, parameter in shared:
+            module.register_parameter(name, parameter)
+        # The next selection starts from copied weights again, so its config must not
+        # say that it is calibrated.
+        vars(model.config).pop(CALIBRATED, None)
 
 
 def study_layers(
@@ -384,14 +356,14 @@ def _all_but_special(
     # Only layers left out from the start make a selection of the last N.
     if not num_first or "last" not in study.sides:
         return "without", layers, len(points)
-    # The points of a side stay sorted by their number of layers.
-    smaller = [
+    # The points of a side stay sorted by their number of layers; the last of these has
+    # all of them.
+    index = next(
         k
-        for k, p in enumerate(points)
-        if p["side"] == "last" and p["num_layers"] < len(layers)
-    ]
-    first_index = next(k for k, point in enumerate(points) if point["side"] == "last")
-    return "last", layers, max(smaller, default=first_index - 1) + 1
+        for k, point in enumerate(points)
+        if point["side"] == "last" and point["num_layers"] > len(layers)
+    )
+    return "last", layers, index
 
 
 def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
@@ -467,23 +439,22 @@ def measuring(
     # In a family that leaks between packed examples, the KL would depend on the
     # packing.
     packing = study.packing and packing_of(model.config) != "leaks"
-    # Before the first rewiring: the original is a view of the regular model.
-    calibrations = None
+    # Before the first rewiring: a second set of modules around the same parameters, which
+    # the memo makes deepcopy keep.
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    regular = copy.deepcopy(model, parameters)
+    calibration_rows = []
     if study.calibrated is not None:
-        calibrations = Calibrations(
-            model, _calibration_rows(study, tokenizer, model, packing, ranks), ranks
-        )
-    rows = (
-        _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
-    )
+        calibration_rows = _calibration_rows(study, tokenizer, model, packing, ranks)
+    rows: Any = None
+    if study.text is not None:
+        rows = _kl_rows(study, tokenizer, model, packing)
     if ranks.first:
         tell_examples(rows, "--text", always=False)
     with contextlib.ExitStack() as stack:
         # The suite is prepared once; each selection then only runs the model.
         evaluate = None
         if suite is not None:
-            # Before the first rewiring, as for the calibrations.
-            regular = _second_view(model)
             original = Original(lambda: contextlib.nullcontext(regular))
             plan = EvaluationConfig(
                 data_root=study.data_root,
@@ -506,9 +477,7 @@ def measuring(
             original_outputs = read_original(model, rows, ranks=ranks, in_parts=True)
 
         def measure(
-            spec: Connectivity | None,
-            calibrated: bool,
-            hidden: list[Tensor] | None = None,
+            spec: Connectivity | None, calibrated: bool, hidden: list[Tensor] | None
         ) -> Measured:
             if spec is None:
                 unconvert_model(model)
@@ -518,8 +487,7 @@ def measuring(
             # connectivity.
             if not calibrated:
                 return measure_current(spec, hidden)
-            assert calibrations is not None
-            with calibrations.folded():
+            with _calibrated(model, regular, calibration_rows, ranks):
                 return measure_current(spec, hidden)
 
         def measure_current(
@@ -527,7 +495,7 @@ def measuring(
         ) -> Measured:
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
-            if rows is not None and original_outputs is not None:
+            if original_outputs is not None:
                 sums, counts = kl_by_row(
                     original_outputs, model, rows, ranks=ranks, hidden=hidden
                 )

@@ -1,8 +1,7 @@
 """Simulate the time of an expert-parallel exchange from links and token counts (CAMoE,
 equations 8 and 9).
 
-L MoE layers, N endpoints, E experts, J batches of a text. Batch j is at endpoint j mod
-N.
+L MoE layers, N endpoints, E experts.
 """
 
 import math
@@ -108,28 +107,11 @@ class ExchangeTimes:
         return self.metadata + self.dispatch + self.combine
 
 
-def endpoint_counts(
-    counts: NDArray[np.generic], placement: NDArray[np.integer]
-) -> Array:
-    """Sum counts [..., N, E] of (source, expert) over the experts of each endpoint:
-    [..., N, N] (equation 8).
-
-    placement [E] or [..., E] names the endpoint of each expert.
-    """
-    num_endpoints = counts.shape[-2]
-    # [..., E, N]
-    # A matrix product sums the experts of each endpoint; an expert without an endpoint
-    # (-1) is left out.
-    one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)
-    return np.asarray(counts.astype(np.float64) @ one_hot)
-
-
 def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     """Return alpha + beta * B for each edge, [..., N, N]; 0 on the diagonal, which
     needs no link.
     """
-    off = ~np.eye(len(links.endpoints), dtype=bool)
-    return np.where(off, links.alpha(phase) + links.beta(phase) * num_bytes, 0.0)
+    return links.alpha(phase) + links.beta(phase) * num_bytes
 
 
 def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
@@ -194,48 +176,6 @@ def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes
             links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes
         ),
     )
-
-
-def exchange_counts(
-    counts: NDArray[np.integer], num_endpoints: int, size: int = 1
-) -> NDArray[np.int64]:
-    """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E], each of the next
-    `size` batches of all endpoints.
-
-    An incomplete exchange at the end is dropped, unless it is the only one.
-    """
-    batches_per_exchange = size * num_endpoints
-    num_exchanges = max(1, len(counts) // batches_per_exchange)
-    # Batch j of an exchange is at endpoint j mod N.
-    exchanges = np.zeros(
-        (num_exchanges, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64
-    )
-    for j, batch in enumerate(counts[: num_exchanges * batches_per_exchange]):
-        exchanges[j // batches_per_exchange, :, j % num_endpoints] += batch
-    return exchanges
-
-
-def exchange_times(
-    links: LinkModel,
-    counts: NDArray[np.integer],
-    placement: NDArray[np.integer],
-    payload: Payload,
-) -> Array:
-    """Return the seconds [X, L] of the exchanges whose pairs are counts [X, L, N, E];
-    placement [L, E].
-    """
-    return simulate(links, endpoint_counts(counts, placement), payload).total
-
-
-def time_summary(times: Array) -> dict[str, Any]:
-    """Return mean and 95th percentile over exchanges and layers, in seconds, and the
-    number of values.
-    """
-    return {
-        "mean_s": float(times.mean()),
-        "p95_s": float(np.percentile(times, 95)),
-        "num_exchanges": int(times.size),
-    }
 
 
 def rank_imbalance(loads: NDArray[Any], ranks: int) -> float:

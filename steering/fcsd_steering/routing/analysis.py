@@ -13,13 +13,13 @@ from typing import Any, get_args
 import numpy as np
 
 from fcsd.planning.network.links import LinkModel
-from fcsd.planning.network.simulate import (
-    Payload,
+from fcsd.planning.network.simulate import Payload
+from fcsd_steering.config import PlacedBy
+from fcsd_steering.routing.exchanges import (
     endpoint_counts,
     exchange_counts,
     exchange_times,
 )
-from fcsd_steering.config import PlacedBy
 from fcsd_steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,

@@ -19,13 +19,9 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.planning.network.links import Array, LinkModel
-from fcsd.planning.network.simulate import (
-    Payload,
-    endpoint_counts,
-    exchange_times,
-    path_times,
-)
+from fcsd.planning.network.simulate import Payload, path_times
 from fcsd_steering.routing.camoe import for_experts
+from fcsd_steering.routing.exchanges import endpoint_counts, exchange_times
 
 Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
 """Given tables [L, N, E], returns the pairs [X, L, N, E] of the model on the

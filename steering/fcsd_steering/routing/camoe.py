@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.planning.network.links import Array, LinkModel
-from fcsd.planning.network.simulate import Payload, endpoint_counts
+from fcsd.planning.network.simulate import Payload
 from fcsd_steering.config import SIGMA_FLOOR
+from fcsd_steering.routing.exchanges import endpoint_counts
 
 
 def camoe(

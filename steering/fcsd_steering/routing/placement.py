@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.planning.network.links import LinkModel
-from fcsd.planning.network.simulate import (
-    Payload,
-    edge_times,
-    endpoint_counts,
-    simulate,
-)
+from fcsd.planning.network.simulate import Payload, edge_times, simulate
 from fcsd_steering.config import PlacedBy
+from fcsd_steering.routing.exchanges import endpoint_counts
 
 Placement = NDArray[np.int64]
 

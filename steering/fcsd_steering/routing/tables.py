@@ -20,7 +20,6 @@ from fcsd.parallel.launch import ALONE, Launch, Ranks
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.planning.cost.windows import Windows, read_windows_file
 from fcsd.planning.network.links import Array
-from fcsd.planning.network.simulate import exchange_counts
 from fcsd_steering.config import SIGMA_FLOOR, BiasSettings
 from fcsd_steering.routing.bias import (
     BiasTables,
@@ -34,6 +33,7 @@ from fcsd_steering.routing.bias import (
 from fcsd_steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd_steering.routing.camoe import camoe
 from fcsd_steering.routing.counts import read_batches
+from fcsd_steering.routing.exchanges import exchange_counts
 from fcsd_steering.routing.placement import contiguous, placed
 from fcsd_steering.routing.study import Rows, batches_of, network_of
 

@@ -425,7 +425,9 @@ def test_rows_of_an_fp8_server_are_dispatched_in_fp8_and_come_back_in_bfloat16(
     linked = with_links(linked, even_links(ranks, 1e-9))
     if all2all != "allgather_reducescatter":
         one, fp8, two = (
-            replace(linked.roofline, sent_bytes=width).exchange(linked.work, ranks)
+            replace(
+                linked.roofline, stored=replace(linked.stored, sent=width)
+            ).exchange(linked.work, ranks)
             for width in (1.0, linked.stored.sent, 2.0)
         )
         assert two[0] - fp8[0] == pytest.approx((1 - 4 / 128) * (two[0] - one[0]))

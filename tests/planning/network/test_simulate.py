@@ -6,7 +6,6 @@ import pytest
 from fcsd.planning.network.links import LinkModel
 from fcsd.planning.network.simulate import (
     Payload,
-    endpoint_counts,
     exchange_time,
     path_times,
     simulate,
@@ -109,10 +108,3 @@ def test_a_layer_takes_its_counts_its_dispatch_and_its_combine() -> None:
         max(0.1 + 0.01 * 18, 0.5 + 0.05 * 12, 0.6 + 0.06 * 0)
     )  # 1 -> 0's way back
     assert times.total == pytest.approx(1.2 + 1.2 + 1.1)
-
-
-def test_counts_of_experts_are_summed_by_the_endpoint_that_holds_them() -> None:
-    counts = np.array([[1, 2, 4, 8], [16, 32, 64, 128]])
-    np.testing.assert_array_equal(
-        endpoint_counts(counts, np.array([0, 1, 1, 0])), [[9, 6], [144, 96]]
-    )
