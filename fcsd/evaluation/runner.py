@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.text import Progress, Work
 from fcsd.data.rendering import TEMPLATE_DATE, writes_date
-from fcsd.evaluation.backend import Backend, Batches, Served
+from fcsd.evaluation.backend import Backend, Batches
 from fcsd.evaluation.code import steps as code
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
@@ -52,6 +52,7 @@ from fcsd.parallel.launch import ALONE, Ranks
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
+    from fcsd.evaluation.served import ServedBackend
 
 STEPS: dict[str, Steps] = {
     "likelihood": lm_eval,
@@ -221,12 +222,11 @@ class PreparedEvaluation:
     facts: Mapping[str, Mapping[str, Any]]
     store: TaskStore | None
 
-    def check_server(self, served: Served) -> None:
+    def check_server(self, served: "ServedBackend") -> None:
         """Refuse a task that the server cannot answer. It is not asked."""
         for row in self.missing:
-            limit = items_limit(row, self.context.config.limit)
             items = self.prepared[row.task]
-            STEPS[row.kind].check_server(row, items, limit, served)
+            STEPS[row.kind].check_server(row, items, served, self.context)
 
     def check_positions(self, config: Any) -> None:
         """Refuse a task whose prompts and answers do not fit a model's positions.
@@ -235,7 +235,7 @@ class PreparedEvaluation:
         """
         for row in self.missing:
             items = self.prepared[row.task]
-            STEPS[row.kind].check_positions(row, items, config, self.context.tokenizer)
+            STEPS[row.kind].check_positions(row, items, config, self.context)
 
     def __call__(
         self,
@@ -305,9 +305,7 @@ class PreparedEvaluation:
         return result | {"wall_s": seconds}, ordered
 
     def _work(self, row: TaskConfig) -> Work:
-        limit = items_limit(row, self.context.config.limit)
-        items = self.prepared[row.task]
-        return STEPS[row.kind].work(row, items, limit, self.context)
+        return STEPS[row.kind].work(row, self.prepared[row.task], self.context)
 
     def _tell_unused(self, name: str, unused: Mapping[str, Any]) -> None:
         """Say which of the model's generation settings change no score."""

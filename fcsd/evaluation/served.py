@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
+from fcsd.evaluation.config import ServerConfig
 from fcsd.evaluation.identity import difference_from_server
 from fcsd.evaluation.results import Journal
 from fcsd.evaluation.server import Body, Server
@@ -41,11 +42,13 @@ class ServedBackend:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerConfig,
         model: ModelFolder,
         tokenizer: PreTrainedTokenizerBase,
     ):
-        self.server, self.model, self.tokenizer = server, model, tokenizer
+        self.server = Server(server.url, concurrency=server.concurrency)
+        self.server.look(model.config.path)
+        self.model, self.tokenizer = model, tokenizer
         self.config = model.load_config(any_family=model.config.trust_remote_code)
         # The same two sources as `from_pretrained` has for a model in memory.
         if (model.folder / "generation_config.json").is_file():

@@ -17,7 +17,7 @@ from fcsd.base.writing import check_folder_place, new_folder, write_json, write_
 from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result
-from fcsd.evaluation.scores import compare, floor_of, is_bound
+from fcsd.evaluation.scores import Comparison, Result, compare, floor_of, is_bound
 from fcsd.report.items import write_items
 from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
@@ -39,7 +39,7 @@ ITEMS_LINK = (
     " models, item by item.\n\n"
 )
 Evaluated = Mapping[str, Mapping[str, Any]]
-Comparisons = dict[str, dict[str, Any]]
+Comparisons = dict[str, Comparison]
 
 
 def read_evaluated(
@@ -360,7 +360,7 @@ def figure_parts(figures: Mapping[str, str]) -> list[str]:
     ]
 
 
-def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
+def training_of(folder: Path, result: Result) -> Path | None:
     """Find the folder of the training that produced the model evaluated in `folder`;
     None where no candidate wrote exactly these weights.
     """
@@ -412,7 +412,7 @@ def settings_tables(evaluated: Evaluated) -> list[str]:
     ]
 
 
-def _settings(result: Mapping[str, Any]) -> dict[str, str]:
+def _settings(result: Result) -> dict[str, str]:
     """Return the settings of one evaluation, as text, beside those of its tasks."""
     settings, tasks = result["settings"], result["tasks"]
     cut = {task: row["prompts_cut"] for task, row in tasks.items() if row.get("prompts_cut")}  # fmt: skip
@@ -518,7 +518,7 @@ def engine_of(settings: Mapping[str, Any]) -> str | None:
     return "in memory" if settings.get("device") else None
 
 
-def settings_line(result: Mapping[str, Any]) -> str:
+def settings_line(result: Result) -> str:
     """Format shots, chat template and cut prompts of each task, dtype, decoding and
     versions in one line.
     """

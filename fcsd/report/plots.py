@@ -13,6 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from fcsd.base.text import RELATIVE
+from fcsd.evaluation.scores import Comparison, Row, Rows
 from fcsd.report.figure import (
     GREY,
     SIZE,
@@ -181,7 +182,7 @@ def plot_models(
 
 def plot_own_text(
     task: str,
-    models: Mapping[str, Mapping[str, Any]],
+    models: Rows,
     path: Path,
     colours: Colours,
     note: str = "",
@@ -228,7 +229,7 @@ def _chance(axis: Any, tick: int, share: float | None) -> None:
 
 
 def plot_deltas(
-    comparisons: Mapping[str, Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
     path: Path,
     colours: Colours,
     note: str = "",
@@ -294,14 +295,14 @@ def plot_deltas(
     save_figure(figure, path, around=True)
 
 
-def _bounds(row: Mapping[str, Any]) -> tuple[float, float]:
+def _bounds(row: Row) -> tuple[float, float]:
     low, high = row["interval"] or (row["delta"], row["delta"])
     return min(low, row["delta"]), max(high, row["delta"])
 
 
 def plot_members(
     name: str,
-    comparisons: Mapping[str, Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
     path: Path,
     colours: Colours,
     note: str = "",
@@ -334,7 +335,7 @@ def plot_members(
 
 def _intervals(
     axis: Any,
-    models: Mapping[str, Sequence[Mapping[str, Any]]],
+    models: Mapping[str, Sequence[Row]],
     space: float,
     colours: Colours,
     **style: Any,

@@ -32,6 +32,7 @@ from fcsd.recipe.recipe import (
 from fcsd.report.comparison import (
     ITEMS_LINK,
     LONG_TABLE,
+    Evaluated,
     chance_levels,
     compare_all,
     figure_parts,
@@ -244,7 +245,7 @@ def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
 
 def _trained(
     recipe: Recipe,
-    evaluated: Mapping[str, Mapping[str, Any]],
+    evaluated: Evaluated,
     training: Mapping[str, Path],
     layout: RunLayout,
 ) -> dict[str, Any]:
@@ -305,7 +306,7 @@ def _training(path: Path) -> str:
 
 def _figures(
     report: dict[str, Any],
-    evaluated: Mapping[str, Mapping[str, Any]],
+    evaluated: Evaluated,
     look: str,
     colours: Mapping[str, str],
     folder: Path,

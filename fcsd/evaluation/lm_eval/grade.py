@@ -15,11 +15,10 @@ from lm_eval.models.utils import postprocess_generated_text
 from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.lm_eval.tasks import run_task
-from fcsd.evaluation.results import texts_of
+from fcsd.evaluation.lm_eval.tasks import Tasks, run_task
+from fcsd.evaluation.results import Line, Lines, texts_of
+from fcsd.evaluation.scores import Sample
 
-# a line's position in the file, and its contents
-Lines = Sequence[tuple[str, Mapping[str, Any]]]
 _Item = tuple[str, int]  # task, and number of the document
 
 
@@ -73,12 +72,12 @@ class AnswersOfFile(LM):
 def grade_answers(
     file: Path,
     row: LMEvalTaskConfig,
-    tasks: dict[str, Any],
+    tasks: Tasks,
     lines: Lines,
     *,
     partial: bool,
     thinking: bool,
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Grade the lines that are of this row's tasks: the samples, as of a model that is
     evaluated.
 
@@ -151,23 +150,22 @@ def grade_answers(
     ]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
-        _whole(row, samples, *first_lines[item], answers[item])
+        _whole(row, samples, first_lines[item], answers[item])
         for item, *samples in zip(items, *graded, strict=True)
     ]
 
 
 def _whole(
     row: LMEvalTaskConfig,
-    samples: Sequence[dict[str, Any]],
-    where: str,
-    line: Mapping[str, Any],
+    samples: Sequence[Sample],
+    line_of: Line,
     texts: Sequence[str],
-) -> dict[str, Any]:
+) -> Sample:
     """Join the graded answers of the document to which the line belongs.
 
     The prompt is the line's, if it has one.
     """
-    first = samples[0]
+    (where, line), first = line_of, samples[0]
     # A line that records its document's hash shows whether the data set is the same.
     if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
         raise UserError(
@@ -194,11 +192,11 @@ def _whole(
 
 
 def _by_document(
-    row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines
-) -> tuple[dict[_Item, list[str]], dict[_Item, tuple[str, Mapping[str, Any]]]]:
+    row: LMEvalTaskConfig, tasks: Tasks, lines: Lines
+) -> tuple[dict[_Item, list[str]], dict[_Item, Line]]:
     """Sort the lines by document: its answers, and the line that names it first."""
     answers: dict[_Item, list[str]] = {}
-    first_lines: dict[_Item, tuple[str, Mapping[str, Any]]] = {}
+    first_lines: dict[_Item, Line] = {}
     hashes: dict[str, _Item] | None = None
     for where, line in lines:
         task = line.get("task", row.task)
@@ -224,9 +222,7 @@ def _by_document(
             name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
             raise UserError(f"{where}: {name!r} is not a document of {row.task}")
         missing = "no 'completion' (an answer) and no 'completions' (several)"
-        _, texts = texts_of(
-            line, where, {"completions": True, "completion": False}, missing
-        )
+        _, texts = texts_of(line, where, ("completions", "completion"), missing)
         answers.setdefault(item, []).extend(texts)
         first_lines.setdefault(item, (where, line))
     return answers, first_lines
@@ -242,7 +238,7 @@ def _item(doc_id: Any, task: str, where: str = "") -> _Item:
     return (member if slash else task, int(number))
 
 
-def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
+def _hashes(row: LMEvalTaskConfig, tasks: Tasks) -> dict[str, _Item]:
     """Hash every document and its prompt as lm-eval does, by asking for answers that
     are not there.
     """

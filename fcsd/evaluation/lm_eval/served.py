@@ -18,7 +18,7 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import LanguageModel
-from fcsd.evaluation.lm_eval.tasks import longest_requests
+from fcsd.evaluation.lm_eval.tasks import Tasks, longest_requests
 from fcsd.training.generation import Question
 
 
@@ -41,9 +41,7 @@ class ServedModel(LanguageModel):
         """
         return min(super().longest, self.context - 1)
 
-    def look(
-        self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
-    ) -> None:
+    def look(self, row: LMEvalTaskConfig, tasks: Tasks, limit: int | None) -> None:
         """Refuse a task whose longest items the server does not take and the model
         would, without asking it.
         """

@@ -41,7 +41,11 @@ from fcsd.evaluation.datasets import (
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
 from fcsd.evaluation.results import generation_settings, lm_eval_sample
+from fcsd.evaluation.scores import Row, Sample
 from fcsd.model.preserve import quiet
+
+Tasks = dict[str, Any]
+"""lm-eval's tasks of a suite's row, by name: one, or the members of a group."""
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
@@ -51,7 +55,7 @@ _LONGEST = 8  # documents of a task whose length is looked at before it is run
 
 def load_task(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
-) -> dict[str, Any]:
+) -> Tasks:
     """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with
     the row's settings.
     """
@@ -104,7 +108,7 @@ def load_task(
                 include_path=[str(folder), str(overlay)], include_defaults=False
             )
             with _seeded():
-                tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
+                tasks: Tasks = dict(manager.load([_GROUP])["tasks"])
         except ModuleNotFoundError as error:
             raise UserError(
                 f"task {row.task}: needs packages that are not installed"
@@ -233,7 +237,7 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
 
-def generation(task: Any) -> dict[str, Any]:
+def generation(task: Any) -> Row:
     """Describe how the answers to one of lm-eval's tasks are generated, in the words of
     a suite's row; {} where none are.
     """
@@ -242,13 +246,13 @@ def generation(task: Any) -> dict[str, Any]:
     return generation_settings(task.config.generation_kwargs or {}, _MAX_NEW_TOKENS)
 
 
-def num_items(tasks: dict[str, Any], limit: int | None) -> int:
+def num_items(tasks: Tasks, limit: int | None) -> int:
     """Count the items that a row's tasks are evaluated on."""
     counts = [len(task.eval_docs) for task in tasks.values()]
     return sum(counts if limit is None else [min(count, limit) for count in counts])
 
 
-def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
+def work(row: LMEvalTaskConfig, tasks: Tasks, limit: int | None) -> Work:
     """Estimate the work of a row for a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if KINDS[row.kind].writes:
@@ -287,7 +291,7 @@ def _characters_read(task: Any, document: Any) -> int:
 
 
 def longest_requests(
-    language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
+    language_model: Any, row: LMEvalTaskConfig, tasks: Tasks, limit: int | None
 ) -> Iterator[list[Any]]:
     """Build the requests about the few documents of each task that have the longest
     text.
@@ -331,7 +335,7 @@ def item_requests(
     return list(by_item.values())
 
 
-def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
+def higher_is_better(tasks: Tasks, row: LMEvalTaskConfig) -> bool:
     """Tell whether more is better in the row's metric, as lm-eval says; True where it
     says nothing.
     """
@@ -344,10 +348,10 @@ def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
 def run_task(
     language_model: Any,
     row: LMEvalTaskConfig,
-    tasks: dict[str, Any],
+    tasks: Tasks,
     limit: int | None,
     documents: dict[str, list[int]] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Evaluate one row and return its samples in the order of the data set (group
     members one after another).
 
@@ -412,7 +416,7 @@ def run_task(
     return samples
 
 
-def _prediction(task: Any, item: dict[str, Any], metric: str) -> int | str | None:
+def _prediction(task: Any, item: Sample, metric: str) -> int | str | None:
     """Return the answer that was scored: the number of a choice, counted from 0, or the
     text that the task's filter found; None where the metric chooses none, or the task
     has a rule of its own (the second choice set of TruthfulQA).
@@ -462,9 +466,7 @@ def _no_bars_while_building() -> Iterator[None]:
         task.tqdm = bar
 
 
-def _adds_up(
-    items: Sequence[dict[str, Any]], key: str, values: dict[str, Any], name: str
-) -> bool:
+def _adds_up(items: Sequence[Sample], key: str, values: Row, name: str) -> bool:
     """Tell whether a metric of these items is a mean over them, or, of lists, over all
     that they hold: then it is told beside the row's own.
     """

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, Collator, next_token_targets
-from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
+from fcsd.evaluation.backend import Backend, InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
 from fcsd.evaluation.own_text.text import (
@@ -38,6 +38,7 @@ from fcsd.evaluation.own_text.text import (
     repeated_4grams,
 )
 from fcsd.evaluation.results import TaskStore, end_of, text_hash
+from fcsd.evaluation.scores import Sample
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.model.load import num_positions
 from fcsd.model.preserve import preserved
@@ -59,8 +60,10 @@ from fcsd.training.losses.objectives import (
     KLObjectiveConfig,
 )
 
+if TYPE_CHECKING:
+    from fcsd.evaluation.served import ServedBackend
+
 OF_ORIGINAL = "name the model that this one was converted from"
-Sample = dict[str, Any]
 # A sample has the seed of its prompt's number; those of two seeds of a row never meet.
 _SEEDS = 1_000_000
 # What the log-probabilities of a server, in float32, leave of a sum of 1.
@@ -301,7 +304,7 @@ def _own_pass(
 ) -> "_OwnPass | _ServedPass":
     if isinstance(backend, InMemoryBackend):
         return _OwnPass(backend, prompts, texts)
-    return _ServedPass(cast(Served, backend), prompts, texts)
+    return _ServedPass(backend, prompts, texts)
 
 
 class _OwnPass:
@@ -402,7 +405,10 @@ class _ServedPass:
     """
 
     def __init__(
-        self, backend: Served, prompts: Sequence[Prompt], texts: Sequence[Written]
+        self,
+        backend: "ServedBackend",
+        prompts: Sequence[Prompt],
+        texts: Sequence[Written],
     ):
         self.rows = [
             _row(prompt.tokens, text.tokens)
