@@ -9,9 +9,11 @@ Not covered: data sets that need the user to agree to terms on the Hub first, ot
 with the user's own token.
 """
 
+import contextlib
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,18 @@ def hub_advice(row: TaskBase, data_root: Path | None) -> str:
         "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
         " --fetch ROOT --suite SUITE`) and give it as --data-root"
     )
+
+
+@contextlib.contextmanager
+def reading(row: TaskBase, data_root: Path | None, location: str) -> Iterator[None]:
+    """Begin the error of a row's data set that cannot be read with the task, and end it
+    with advice.
+    """
+    try:
+        yield
+    except UserError as error:
+        advice = "" if Path(location).exists() else hub_advice(row, data_root)
+        raise UserError(f"task {row.task}: {error}{advice}") from error
 
 
 def first_line(error: BaseException) -> str:

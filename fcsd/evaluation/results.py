@@ -139,6 +139,14 @@ def end_of(prompt: str) -> str:
     return prompt if len(prompt) <= _LONGEST else f"…{prompt[-_LONGEST:]}"
 
 
+def items_of_filter(items: Sequence[Sample], name: str) -> list[Sample]:
+    """Return the items of one filter, in the order of the data set: lm-eval logs an
+    item once for each filter of its task.
+    """
+    chosen = (item for item in items if item["filter"] == name)
+    return sorted(chosen, key=lambda item: int(item["doc_id"]))
+
+
 def lm_eval_sample(
     row: Mapping[str, Any],
     score: float,

@@ -111,16 +111,7 @@ class ServedBackend:
         """Return the new tokens after each prompt, special ones and what follows an end
         included.
         """
-        bodies: list[Body] = [
-            {
-                "prompt": list(question.prompt),
-                "max_tokens": question.reader.limit,
-                "stop_token_ids": self.ends,
-                "skip_special_tokens": False,
-                **_sampled(question),
-            }
-            for question in questions
-        ]
+        bodies = [self._body(question, special=True) for question in questions]
         texts = []
         for answer in self.responses("generation", bodies):
             if not isinstance(answer, list):
@@ -150,15 +141,9 @@ class ServedBackend:
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions."""
         reading = [question.reader for question in questions]
-        bodies: list[Body] = [
-            {
-                "prompt": list(question.prompt),
-                "max_tokens": question.reader.limit,
-                "stop": question.reader.early_stop,
-                "stop_token_ids": self.ends,
-                "skip_special_tokens": not question.reader.reads_special,
-                **_sampled(question),
-            }
+        bodies = [
+            self._body(question, special=question.reader.reads_special)
+            | {"stop": question.reader.early_stop}
             for question in questions
         ]
         answers = self.responses("generation", bodies)
@@ -174,6 +159,15 @@ class ServedBackend:
             else reader.text(answer["text"], answer["at_limit"])
             for reader, answer in zip(reading, answers, strict=True)
         ]
+
+    def _body(self, question: Question, *, special: bool) -> Body:
+        return {
+            "prompt": list(question.prompt),
+            "max_tokens": question.reader.limit,
+            "stop_token_ids": self.ends,
+            "skip_special_tokens": not special,
+            **_sampled(question),
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return the facts that a result records: the engine, and how the model was

@@ -106,13 +106,6 @@ class PlannedEvaluation:
         return any(KINDS[row.kind].distance for row in self.suite.tasks)
 
     @property
-    def data_root(self) -> Path | None:
-        """The folder in hub layout that test sets are read from; None: the Hub."""
-        if self.config.data_root is None:
-            return None
-        return Path(self.config.data_root)
-
-    @property
     def answered_by(self) -> dict[str, Any]:
         """The facts on which scores depend where a server answers (that there is one,
         not where), or pairs are dropped.
@@ -159,7 +152,7 @@ class PlannedEvaluation:
             fingerprints |= self.reference.inputs()
         if self.writes_own_text and self.original is not None:
             fingerprints |= self.original.fingerprints("original")
-        return fingerprints | test_set_fingerprints(self.suite, self.data_root)
+        return fingerprints | test_set_fingerprints(self.suite, self.config.data_folder)
 
 
 def run_evaluation(

@@ -2,7 +2,7 @@
 that answers (`KINDS` in `fcsd.evaluation.config` has what holds of it without a model).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,7 +100,7 @@ class Steps(Protocol):
         self,
         row: Any,
         items: Any,
-        facts: Mapping[str, Any],
+        facts: Row,
         backend: Backend,
         context: Context,
     ) -> Answered:

@@ -18,7 +18,7 @@ import ast
 import re
 import symtable
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from fcsd.evaluation.datasets import (
     damaged_file,
     dataset_location,
     first_line,
-    hub_advice,
+    reading,
 )
 from fcsd.model.preserve import quiet
 
@@ -113,18 +113,6 @@ class Grading:
     entry_point: str
     base: tuple[str, ...]
     plus: tuple[str, ...]
-
-
-def gradings(rows: Iterable[Mapping[str, Any]]) -> list[Grading | None]:
-    """Return the grading of each row of MBPP+ or HumanEval+ (`grading`)."""
-    graded = []
-    for row in rows:
-        # Only MBPP+ has visible tests.
-        entry_point = row.get("entry_point")
-        num_visible = len(row["test_list"]) if entry_point is None else 0
-        num_base = num_base_inputs(row["task_id"], num_visible)
-        graded.append(grading(row["test"], num_base, entry_point))
-    return graded
 
 
 def grading(
@@ -243,13 +231,10 @@ def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[P
             rows, or an id given twice.
     """
     location = dataset_location(task, data_root)
-    try:
+    with reading(task, data_root, location):
         return read_problems(
             location, task.split, task.dataset_name, task.revision, tests=task.tests
         )
-    except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(task, data_root)
-        raise UserError(f"task {task.task}: {error}{advice}") from error
 
 
 def read_problems(
@@ -285,12 +270,7 @@ def read_problems(
     rows = list(rows)
     for index, row in enumerate(rows):
         check(row, f"{where}, row {index}", tests)
-    # Visible tests run as they are; of the others, those in EvalPlus's form are graded
-    # by our oracle, base inputs separately.
-    graded = gradings(rows) if tests == "all" else [None] * len(rows)
-    problems = [
-        make(row, grades, tests) for row, grades in zip(rows, graded, strict=True)
-    ]
+    problems = [make(row, tests) for row in rows]
     task_id, count = Counter(problem.task_id for problem in problems).most_common(1)[0]
     if count > 1:
         raise UserError(f"{where}: task_id {task_id} is given twice")
@@ -334,17 +314,18 @@ def _check_mbpp(row: dict[str, Any], where: str, tests: Tests) -> None:
         raise UserError(f"{where}: test_list is empty, so every program would pass")
 
 
-def _mbpp(row: dict[str, Any], graded: Grading | None, tests: Tests) -> Problem:
-    visible_tests: Sequence[str] = (
-        row["test_list"][:3] if tests == "visible" else row["test_list"]
-    )
+def _mbpp(row: dict[str, Any], tests: Tests) -> Problem:
+    visible_tests: Sequence[str] = row["test_list"]
     deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
-    names = _defined(row["code"])
+    names, graded = _defined(row["code"]), None
     if tests == "visible":
+        visible_tests = visible_tests[:3]
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
         deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
-    elif graded is not None:
+    elif graded := grading(
+        row["test"], num_base_inputs(row["task_id"], len(visible_tests))
+    ):
         deciding_tests, base, names = graded.plus, graded.base, (graded.entry_point,)
     imports = tuple(text for text in ("\n".join(row["test_imports"]),) if text)
     return Problem(
@@ -368,10 +349,11 @@ def _check_humaneval(row: dict[str, Any], where: str, tests: Tests) -> None:
         )
 
 
-def _humaneval(row: dict[str, Any], graded: Grading | None, tests: Tests) -> Problem:
+def _humaneval(row: dict[str, Any], tests: Tests) -> Problem:
     # The prompt is the head of a function, which the canonical solution continues.
     head = row["prompt"].strip() + "\n"
     entry_point = row["entry_point"]
+    graded = grading(row["test"], num_base_inputs(row["task_id"], 0), entry_point)
     return Problem(
         task_id=str(row["task_id"]),
         prompt=row["prompt"],

@@ -1,6 +1,6 @@
 """Code tasks in an evaluation (`fcsd.evaluation.steps`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from fcsd.data.thoughts import END_OF_PROMPT
 from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
-from fcsd.evaluation.datasets import dataset_location, hub_advice
+from fcsd.evaluation.datasets import dataset_location, reading
 from fcsd.evaluation.results import code_samples
 from fcsd.evaluation.scores import Row, Sample
 from fcsd.evaluation.steps import Answered, Context
@@ -70,7 +70,7 @@ def check_positions(
 def run(
     row: CodeTaskConfig,
     items: Sequence[Problem],
-    facts: Mapping[str, Any],
+    facts: Row,
     backend: Backend,
     context: Context,
 ) -> Answered:
@@ -138,11 +138,8 @@ def _load(row: CodeTaskConfig, data_root: Path | None) -> Any:
     }
     # Not validated: a test set may have any columns, but a training source's columns
     # make an example.
-    try:
+    with reading(row, data_root, location):
         return load_source(SourceConfig.model_construct(**options))
-    except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(row, data_root)
-        raise UserError(f"task {row.task}: {error}{advice}") from error
 
 
 def prompts(

@@ -44,20 +44,15 @@ class AnswersOfFile(LM):
         counts: Counter[_Item] = Counter()
         texts = []
         for request in requests:
-            # among the documents with an answer
-            task, position = str(request.task_name), int(request.doc_id)
-            item = (
-                task,
-                self.documents[task][position] if task in self.documents else position,
-            )
+            task, number = str(request.task_name), int(request.doc_id)
+            if task in self.documents:  # among those with an answer
+                number = self.documents[task][number]
+            item = task, number
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
             answer = answer_in(text) if self.thinking else text
-            texts.append(
-                postprocess_generated_text(
-                    answer, (request.args[1] or {}).get("until"), None
-                )
-            )
+            until = (request.args[1] or {}).get("until")
+            texts.append(postprocess_generated_text(answer, until, None))
         return texts
 
     def loglikelihood(self, requests: Any) -> Any:
@@ -104,16 +99,11 @@ def grade_answers(
     }
     if not answers:
         raise UserError(f"task {row.task}: the file holds no answer to it")
-    missing = [
-        f"{name}/{n}"
-        for name, numbers in documents.items()
-        for n in numbers
-        if (name, n) not in answers
-    ]
+    asked = [(name, n) for name, numbers in documents.items() for n in numbers]
+    missing = [f"{name}/{n}" for name, n in asked if (name, n) not in answers]
     if missing:
-        total = sum(map(len, documents.values()))
         raise UserError(
-            f"{file}: task {row.task}: {len(missing)} of {total} documents have no"
+            f"{file}: task {row.task}: {len(missing)} of {len(asked)} documents have no"
             f" answer (the first is {missing[0]}); add them, or grade only the others"
             " with --partial"
         )
@@ -172,21 +162,19 @@ def _whole(
             f"{where}: doc_hash belongs to another document than {row.task}'s"
             f" {first['doc_id']}: the data set differs"
         )
-    first = first | (
-        {"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {}
-    )
+    if "prompt_hash" in line:
+        first["prompt_hash"] = line["prompt_hash"]
     if len(texts) == 1:
         return first
     scores = [sample["score"] for sample in samples]
+    completions = list(texts)
+    if len(scores) > 1:
+        completions = [sample["completion"] for sample in samples]
     del first["completion"]
     first.pop("metrics", None)  # of the first answer alone
     return first | {
         "score": sum(scores) / len(scores),
-        "completions": (
-            [sample["completion"] for sample in samples]
-            if len(scores) > 1
-            else list(texts)
-        ),
+        "completions": completions,
         "scores": scores,
     }
 
@@ -202,6 +190,7 @@ def _by_document(
         task = line.get("task", row.task)
         if task != row.task and task not in tasks:
             continue
+        name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
         if "doc_id" in line:
             item = _item(line["doc_id"], task, where)
         else:
@@ -209,17 +198,13 @@ def _by_document(
             # it.
             if hashes is None:
                 hashes = _hashes(row, tasks)
-            named = next(
-                (key for key in ("doc_hash", "prompt_hash") if key in line), None
-            )
-            if named is None:
+            if name is None:
                 raise UserError(
                     f"{where}: needs doc_id, doc_hash or prompt_hash to identify the"
                     " document"
                 )
-            item = hashes.get(str(line[named]), ("", -1))
+            item = hashes.get(str(name), ("", -1))
         if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):
-            name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
             raise UserError(f"{where}: {name!r} is not a document of {row.task}")
         missing = "no 'completion' (an answer) and no 'completions' (several)"
         _, texts = texts_of(line, where, ("completions", "completion"), missing)

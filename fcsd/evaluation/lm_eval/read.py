@@ -16,6 +16,7 @@ from fcsd.evaluation.lm_eval.definitions import preferred_key
 from fcsd.evaluation.results import (
     Samples,
     generation_settings,
+    items_of_filter,
     json_lines,
     lm_eval_sample,
     mean_of,
@@ -83,14 +84,9 @@ def _converted(
         "transformers": newest.get("transformers_version"),
     }
     # A choice of items (`--samples`) is as little a result as their first ones.
-    limit = config.get("limit") or min(
-        (
-            row["num_items"]
-            for row in tasks.values()
-            if row["num_items"] < row["num_items_total"]
-        ),
-        default=None,
-    )
+    counts = [(row["num_items"], row["num_items_total"]) for row in tasks.values()]
+    chosen = min((count for count, total in counts if count < total), default=None)
+    limit = config.get("limit") or chosen
     settings = {
         # lm-eval reads a limit below 1 as a share of the items.
         "limit": int(limit) if limit and limit >= 1 else limit,
@@ -154,14 +150,10 @@ def _task(
         name, rule = lm_eval_key(metric)
         samples = []
         for leaf, rows in items.items():
-            chosen = sorted(
-                (row for row in rows if row["filter"] == rule),
-                key=lambda row: int(row["doc_id"]),
-            )
             member = None if leaf == task else leaf
             samples += [
                 lm_eval_sample(row, float(row[name]), member, _requests(row))
-                for row in chosen
+                for row in items_of_filter(rows, rule)
             ]
     except _DAMAGED as error:
         raise UserError(
@@ -169,11 +161,17 @@ def _task(
             f" ({error!r}); evaluate again"
         ) from None
     config = report["configs"].get(leaves[0]) or {}
+    generates = config.get("output_type") == "generate_until"
     # lm-eval records one template per run, fcsd one per task.
-    task_template = (config.get("metadata") or {}).get("chat_template")
+    chat_template = (config.get("metadata") or {}).get("chat_template")
+    if chat_template is None:
+        chat_template = report.get("chat_template")
     # `n-samples` has the size of a task before a limit; without it the task counts as
     # complete.
     sizes = [(report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
+    total = len(samples)
+    if all(isinstance(size, int) for size in sizes):
+        total = sum(map(int, sizes))
     higher_is_better = (report["higher_is_better"].get(leaves[0]) or {}).get(name)
     floor = shipped_floor(task, metric)
     return {
@@ -182,20 +180,12 @@ def _task(
         **mean_of([sample["score"] for sample in samples]),
         **({} if floor is None else {"floor": floor}),
         "num_items": len(samples),
-        "num_items_total": (
-            sum(sizes) if all(isinstance(size, int) for size in sizes) else len(samples)
-        ),
+        "num_items_total": total,
         "num_fewshot": int(report["n-shot"].get(leaves[0]) or 0),
-        "kind": (
-            "generation"
-            if config.get("output_type") == "generate_until"
-            else "likelihood"
-        ),
+        "kind": "generation" if generates else "likelihood",
         "headline": True,
         "higher_is_better": higher_is_better is not False,
-        "chat_template": bool(report.get("chat_template"))
-        if task_template is None
-        else bool(task_template),
+        "chat_template": bool(chat_template),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,
     }, samples

@@ -2,7 +2,7 @@
 by the answer that the model writes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def check_positions(
 def run(
     row: LMEvalTaskConfig,
     items: Tasks,
-    facts: Mapping[str, Any],
+    facts: Row,
     backend: Backend,
     context: Context,
 ) -> Answered:

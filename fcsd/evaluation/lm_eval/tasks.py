@@ -40,7 +40,7 @@ from fcsd.evaluation.datasets import (
 )
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
-from fcsd.evaluation.results import generation_settings, lm_eval_sample
+from fcsd.evaluation.results import generation_settings, items_of_filter, lm_eval_sample
 from fcsd.evaluation.scores import Row, Sample
 from fcsd.model.preserve import quiet
 
@@ -66,11 +66,10 @@ def load_task(
     overrides: dict[str, Any] = {
         "num_fewshot": row.num_fewshot,
         "dataset_path": location,
+        "dataset_name": row.dataset_name,
+        "test_split": row.split,
     }
-    if row.dataset_name is not None:
-        overrides["dataset_name"] = row.dataset_name
-    if row.split is not None:
-        overrides["test_split"] = row.split
+    overrides = {key: value for key, value in overrides.items() if value is not None}
     if row.revision is not None and not Path(location).exists():
         overrides["dataset_kwargs"] = {"revision": row.revision}
     with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
@@ -121,16 +120,16 @@ def load_task(
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, suite, registry, location)
+            reason = first_line(error)
             if isinstance(error, KeyError):
                 reason = f"it has nothing named {error}"
-            else:
-                reason = first_line(error)
-            problem = f"cannot be loaded with the data set {location}: {reason}"
-            columns = ", ".join(columns_of(row.task, suite))
-            advice = hub_advice(row, data_root) or (
-                f"; the task needs the columns {columns}" if columns else ""
-            )
-            raise UserError(f"task {row.task}: {problem}{advice}") from error
+            columns, advice = columns_of(row.task, suite), hub_advice(row, data_root)
+            if columns and not advice:
+                advice = f"; the task needs the columns {', '.join(columns)}"
+            raise UserError(
+                f"task {row.task}: cannot be loaded with the data set {location}:"
+                f" {reason}{advice}"
+            ) from error
     for name, task in tasks.items():
         _apply(task, row)
         _check_data(name, task, row, suite, location)
@@ -260,8 +259,7 @@ def work(row: LMEvalTaskConfig, tasks: Tasks, limit: int | None) -> Work:
         return Work(items, "tokens", items * max(tokens))
     characters = 0.0
     for task in tasks.values():
-        documents = task.eval_docs
-        count = len(documents) if limit is None else min(limit, len(documents))
+        documents, count = task.eval_docs, num_items({"": task}, limit)
         # Four evenly spaced documents represent a task.
         chosen = {count * part // 4 for part in range(4)}
         read = sum(_characters_read(task, documents[index]) for index in chosen)
@@ -388,31 +386,27 @@ def run_task(
     metric, name = row.metric.split(",", 1)
     samples = []
     for task, items in output["samples"].items():
-        # lm-eval logs an item once for each filter of its task.
-        chosen = sorted(
-            (item for item in items if item["filter"] == name),
-            key=lambda item: int(item["doc_id"]),
-        )
+        values, member = output["results"][task], None if task == row.task else task
+        chosen = items_of_filter(items, name)
         scores = [float(item[metric]) for item in chosen]
-        _require_mean(row, float(output["results"][task][row.metric]), scores)
+        _require_mean(row, float(values[row.metric]), scores)
         beside = [
             key
-            for key in (tasks[task].aggregation() if KINDS[row.kind].writes else ())
-            if key != metric and _adds_up(chosen, key, output["results"][task], name)
+            for key in tasks[task].aggregation()
+            if KINDS[row.kind].writes and key != metric
+            if _adds_up(chosen, key, values.get(f"{key},{name}"))
         ]
         for item, score in zip(chosen, scores, strict=True):
-            cut = any(
-                str(arguments[0]) in language_model.cut
-                for arguments in item["arguments"]
-            )
-            sample = lm_eval_sample(
-                item, score, None if task == row.task else task, item["arguments"]
-            )
+            requests = item["arguments"]
+            sample = lm_eval_sample(item, score, member, requests)
             answer = _prediction(tasks[task], item, metric)
-            sample |= {} if answer is None else {"prediction": answer}
+            if answer is not None:
+                sample["prediction"] = answer
             if beside:
                 sample["metrics"] = {key: item[key] for key in beside}
-            samples.append(sample | ({"cut": True} if cut else {}))
+            if any(str(context) in language_model.cut for context, *_ in requests):
+                sample["cut"] = True
+            samples.append(sample)
     return samples
 
 
@@ -466,11 +460,10 @@ def _no_bars_while_building() -> Iterator[None]:
         task.tqdm = bar
 
 
-def _adds_up(items: Sequence[Sample], key: str, values: Row, name: str) -> bool:
+def _adds_up(items: Sequence[Sample], key: str, value: Any) -> bool:
     """Tell whether a metric of these items is a mean over them, or, of lists, over all
     that they hold: then it is told beside the row's own.
     """
-    value = values.get(f"{key},{name}")
     numbers: list[float] = []
     for item in items:
         part = item.get(key)

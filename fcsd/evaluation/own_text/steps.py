@@ -2,7 +2,7 @@
 texts is imported where it is used: evaluations of other tasks need none of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ def check_positions(
 def run(
     row: OwnTextTaskConfig,
     items: Sequence["Prompt"],
-    facts: Mapping[str, Any],
+    facts: Row,
     backend: Backend,
     context: Context,
 ) -> Answered:
