@@ -261,15 +261,12 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
         errors.OfflineModeIsEnabled: (
             "HF_HUB_OFFLINE is set; unset it on a machine with a network"
         ),
+        BaseException: (
+            "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on"
+            " another machine and copy the folder"
+        ),
     }
-    general_advice = (
-        "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
-        " machine and copy the folder"
-    )
-    suggestion = next(
-        (text for kind, text in advice.items() if isinstance(error, kind)),
-        general_advice,
-    )
+    suggestion = next(text for kind, text in advice.items() if isinstance(error, kind))
     continuing = (
         f"; {suggestion}; run the same command again to continue after the files"
         " fetched so far"
@@ -289,12 +286,13 @@ def test_set_fingerprints(
     their prompts: a score is never reused for others.
     """
     fingerprints: dict[str, str] = {}
-    for row in suite.tasks if suite is not None else ():
+    if suite is None:
+        return fingerprints
+    for row in suite.tasks:
         location = dataset_location(row, data_root)
         fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
-        folder = None
-        if suite is not None and isinstance(row, LMEvalTaskConfig):
-            folder = definition_folder(row, suite)
-        if folder is not None:
+        if isinstance(row, LMEvalTaskConfig) and (
+            folder := definition_folder(row, suite)
+        ):
             fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))
     return fingerprints

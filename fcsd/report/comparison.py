@@ -101,22 +101,17 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
     original = next(iter(evaluated))
     parts = []
     for name, comparison in comparisons.items():
-        sentences = [
+        parts += [
+            f"{name} (model) against {original} (original)",
+            paired_table(comparison),
             *(line.replace("**", "") for line in verdict_lines(name, comparison)),
-            quick_look(comparison["limit"]),
         ]
-        title = f"{name} (model) against {original} (original)"
-        parts.append(
-            "\n\n".join([title, paired_table(comparison), *filter(None, sentences)])
-        )
-    differ = differing_settings(evaluated)
-    return "\n\n".join(
-        [
-            *parts,
-            *written_lines(evaluated),
-            *([f"Settings that differ: {differ}."] if differ else []),
-        ]
-    )
+        if look := quick_look(comparison["limit"]):
+            parts.append(look)
+    parts += written_lines(evaluated)
+    if differ := differing_settings(evaluated):
+        parts.append(f"Settings that differ: {differ}.")
+    return "\n\n".join(parts)
 
 
 def written_lines(evaluated: Evaluated) -> list[str]:
@@ -201,26 +196,19 @@ def write_details(
     dotted = " Dotted: score of random guessing." if chance else ""
     figures = _own_text_figures(evaluated, folder, colours, look)
     if scores := of_scores(comparisons):
-        plot_deltas(
-            scores, folder / "deltas.png", note=look, colours=colours, chance=chance
-        )
+        plot_deltas(scores, folder / "deltas.png", colours, look, chance)
         caption = "Difference to the original, with 95 % intervals (paired)."
         figures = {"deltas.png": f"{caption}{dotted}{mark}"} | figures
     for task, row in next(iter(comparisons.values()))["tasks"].items():
         if "members" in row:
-            rows = {
-                name: comparison["tasks"][task]
-                for name, comparison in comparisons.items()
-            }
-            plot_members(
-                task, rows, folder / f"{task}_members.png", note=look, colours=colours
-            )
-            counts = [
-                f"{name}: {members_line(of_model)}" for name, of_model in rows.items()
-            ]
-            figures[f"{task}_members.png"] = (
+            file, counts = f"{task}_members.png", ""
+            rows = {name: of["tasks"][task] for name, of in comparisons.items()}
+            plot_members(task, rows, folder / file, colours, look)
+            for name, of_model in rows.items():
+                counts += f" {name}: {members_line(of_model)}"
+            figures[file] = (
                 f"{task}: difference to the original by member (number of items)."
-                f" {' '.join(counts)}{mark}"
+                f"{counts}{mark}"
             )
     return figures | training_figures(training, folder, colours)
 
@@ -229,18 +217,12 @@ def of_scores(comparisons: Comparisons) -> Comparisons:
     """Return comparisons of the tasks with scores alone, without divergences, which
     have another unit; {} where there is none.
     """
-    return {
-        name: comparison
-        | {
-            "tasks": {
-                task: row
-                for task, row in comparison["tasks"].items()
-                if not is_distance(row)
-            }
-        }
-        for name, comparison in comparisons.items()
-        if not all(map(is_distance, comparison["tasks"].values()))
-    }
+    scores = {}
+    for name, comparison in comparisons.items():
+        rows = comparison["tasks"].items()
+        if tasks := {task: row for task, row in rows if not is_distance(row)}:
+            scores[name] = comparison | {"tasks": tasks}
+    return scores
 
 
 def _own_text_figures(
@@ -260,8 +242,8 @@ def _own_text_figures(
         }
         if models:
             plot_own_text(task, models, folder / f"{task}.png", colours, look)
-            bounds = [name for name, row in models.items() if is_bound(row)]
-            of_bounds = f" Lower bounds: {', '.join(bounds)}." if bounds else ""
+            bounds = ", ".join(name for name, row in models.items() if is_bound(row))
+            of_bounds = f" Lower bounds: {bounds}." if bounds else ""
             figures[f"{task}.png"] = (
                 f"{task}: divergence from the original along the model's own samples,"
                 " for their first tokens; growth shows errors that feed on themselves."
@@ -284,21 +266,14 @@ def write_comparison(
 
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
-        training = {
-            name: evaluation["training"]
-            for name, evaluation in evaluated.items()
-            if evaluation["training"]
-        }
+        training = {name: of["training"] for name, of in evaluated.items()}
+        training = {name: path for name, path in training.items() if path}
         figures = write_details(evaluated, comparisons, training, new, colours)
         content = {
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
-            "complete": all(
-                comparison["complete"] for comparison in comparisons.values()
-            ),
-            "models": {
-                name: evaluation["result"] for name, evaluation in evaluated.items()
-            },
+            "complete": all(of["complete"] for of in comparisons.values()),
+            "models": {name: of["result"] for name, of in evaluated.items()},
             "comparisons": comparisons,
             "settings_that_differ": _differing(evaluated),
             "versions": versions(),
@@ -319,18 +294,22 @@ def write_comparison(
         write_page(text, new / "comparison.html")
 
 
+def all_verdicts(comparisons: Comparisons) -> list[str]:
+    """Return the verdicts of all models, in lines."""
+    return [
+        line
+        for name, comparison in comparisons.items()
+        for line in verdict_lines(name, comparison)
+    ]
+
+
 def verdicts(comparisons: Comparisons, more: Sequence[str] = ()) -> list[str]:
     """Return the summary for an impatient reader, as parts of a Markdown page: the mark
     of a quick look, one line for each model and kind of tasks, and more lines.
     """
     look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
-    lines = [
-        line
-        for name, comparison in comparisons.items()
-        for line in verdict_lines(name, comparison)
-    ]
-    listed = "\n".join(f"- {line}" for line in [*lines, *more])
-    return [*([f"**{look}**"] if look else []), listed]
+    listed = "\n".join(f"- {line}" for line in [*all_verdicts(comparisons), *more])
+    return [f"**{look}**", listed] if look else [listed]
 
 
 def tables(comparisons: Comparisons) -> list[str]:
@@ -430,10 +409,7 @@ def _settings(result: Result) -> dict[str, str]:
         "capacity factor": (
             f"{factor:g} by {settings['capacity_drop']}" if factor else None
         ),
-        "software": ", ".join(
-            f"{name} {version}"
-            for name, version in settings.get("versions", {}).items()
-        ),
+        "software": versions_text(settings),
         "sandbox": sandbox_text(result["sandbox"]) if result.get("sandbox") else None,
     }
     return {key: str(value) for key, value in facts.items() if value}
@@ -460,10 +436,8 @@ def sandbox_text(sandbox: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(name if value else f"without {name}")
         else:
-            words.append(
-                f"{name}"
-                f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            )
+            values = value if isinstance(value, list) else [value]
+            words.append(" ".join([name, *map(str, values)]))
     return ", ".join(words) or "its layers are not recorded"
 
 
@@ -525,10 +499,9 @@ def settings_line(result: Result) -> str:
     settings = result["settings"]
     tasks = []
     for task, row in result["tasks"].items():
-        text = (
-            f"{task}"
-            f" {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
-        )
+        text = f"{task} {row['num_fewshot']}-shot"
+        if row.get("chat_template"):
+            text += ", chat template"
         if cut := row.get("prompts_cut"):
             text += (
                 f", {cut} of {row['num_items']} prompts cut on the left to fit the"
@@ -541,15 +514,16 @@ def settings_line(result: Result) -> str:
         if closing := row.get("thoughts_closed_by"):
             text += f", {closing!r} added to prompts"
         tasks.append(text)
-    used = [
-        f"{name} {version}" for name, version in settings.get("versions", {}).items()
-    ]
     computation = [str(settings["dtype"])] if settings.get("dtype") else []
-    computation += (
-        [f"answers of {engine_of(settings)}"] if settings.get("server") else []
-    )
-    computation += (
-        [f"decoding {settings['decoding']}"] if settings.get("decoding") else []
-    )
-    words = ["; ".join(tasks), ", ".join(computation), ", ".join(used)]
-    return "; ".join(word for word in words if word)
+    if settings.get("server"):
+        computation.append(f"answers of {engine_of(settings)}")
+    if settings.get("decoding"):
+        computation.append(f"decoding {settings['decoding']}")
+    words = ["; ".join(tasks), ", ".join(computation), versions_text(settings)]
+    return "; ".join(filter(None, words))
+
+
+def versions_text(settings: Mapping[str, Any]) -> str:
+    """Format the versions in a record: `fcsd 0.1.0, lm-eval 0.4.13`."""
+    versions = settings.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
