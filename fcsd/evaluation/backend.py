@@ -166,18 +166,19 @@ class InMemoryBackend:
         batches: Sequence[Any],
         ask: Callable[[Any, int], list[Any]],
         idle: Callable[[], Any],
-        **bar: Any,
+        description: str,
+        shown: bool,
     ) -> list[Any]:
         """Ask batch by batch, each on the rank that it is dealt to; return all answers
         in order, on all ranks.
 
         ask: takes a batch and the number of its sequences that go into one forward.
-        idle: runs a pass whose result is not used. bar: options of `progress_bar`.
+        idle: runs a pass whose result is not used. description: of the bar.
         """
         # The bar counts the sequences of this rank alone.
         total = sum(map(len, self.ranks.deal(batches)))
         with (
-            progress_bar(total=total, **bar) as display,
+            progress_bar(total=total, desc=description, shown=shown) as display,
             self.ranks.sharing(batches, idle) as share,
         ):
             for number, batch in share.items:
@@ -223,20 +224,17 @@ class InMemoryBackend:
             [questions[number] for number in numbers]
             for numbers in batches_of(order, lengths, self.batch.size, alike)
         ]
-        share = ""
+        description, shown = "generation", self.progress and self.ranks.first
         if self.ranks.size > 1:
-            share = f" (the first of {self.ranks.size} ranks)"
-        bar = {
-            "desc": f"generation{share}",
-            "shown": self.progress and self.ranks.first,
-        }
+            description += f" (the first of {self.ranks.size} ranks)"
 
         def idle() -> None:
             self.idle(questions[0].reader)
 
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, self.tokens_of_batch, idle, **bar)
+            ask = self.tokens_of_batch
+            texts = self.in_batches(batches, ask, idle, description, shown)
         by_number = dict(zip(order, texts, strict=True))
         return [by_number[number] for number in range(len(questions))]
 

@@ -153,12 +153,12 @@ def _difference(
     dtype = str(loaded.dtype).removeprefix("torch.")
     del loaded
     free_memory()
-    pairs = [
-        pair
-        for a, b in zip(server_logprobs, model_logprobs, strict=True)
-        for pair in zip(a, b, strict=True)
+    differences = [
+        abs(a - b)
+        for of_server, of_model in zip(server_logprobs, model_logprobs, strict=True)
+        for a, b in zip(of_server, of_model, strict=True)
     ]
-    return sum(abs(a - b) for a, b in pairs) / len(pairs), dtype
+    return sum(differences) / len(differences), dtype
 
 
 def _logprobs(
@@ -170,18 +170,11 @@ def _logprobs(
     device = input_device(model)
     width = max(map(len, rows))
     # Rows are padded on the right with their last token; the mask hides it.
-    ids = torch.tensor(
-        [[*row, *[row[-1]] * (width - len(row))] for row in rows], device=device
-    )
-    mask = torch.tensor(
-        [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
-    )
+    padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    ids, shown = torch.tensor([padded, mask], device=device)
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-    logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None].to(logits.device))[
-        ..., 0
-    ]
-    return [
-        values[: len(row) - 1].tolist()
-        for values, row in zip(logprobs, rows, strict=True)
-    ]
+        logits = model(input_ids=ids, attention_mask=shown).logits[:, :-1].float()
+    targets = ids[:, 1:, None].to(logits.device)
+    logprobs = logits.log_softmax(-1).gather(2, targets)[..., 0].tolist()
+    return [values[: len(row) - 1] for values, row in zip(logprobs, rows, strict=True)]

@@ -95,8 +95,8 @@ def plot_scores(
         for score, error in zip(scores, errors, strict=True):
             low.append(max(score - error, score / 10) if by_kl else score - error)
             high.append(score + error)
-        band = {"color": colours[name], "alpha": 0.2, "linewidth": 0}
-        axis.fill_between(tokens, low, high, **band)
+        colour = colours[name]
+        axis.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
         lowest = min(lowest, *low)
     if by_kl:
         axis.set_ylabel("nats per token")

@@ -168,10 +168,10 @@ def _task(
         chat_template = report.get("chat_template")
     # `n-samples` has the size of a task before a limit; without it the task counts as
     # complete.
-    sizes = [(report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
-    total = len(samples)
-    if all(isinstance(size, int) for size in sizes):
-        total = sum(map(int, sizes))
+    sizes: list[Any] = [
+        (report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves
+    ]
+    total = sum(sizes) if None not in sizes else len(samples)
     higher_is_better = (report["higher_is_better"].get(leaves[0]) or {}).get(name)
     floor = shipped_floor(task, metric)
     return {
