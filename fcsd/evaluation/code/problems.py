@@ -15,6 +15,7 @@ mini editions; problems in other languages.
 """
 
 import ast
+import functools
 import re
 import symtable
 from collections import Counter
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_is_file
+from fcsd.base.files import check_is_file, data_dir, read_yaml
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.datasets import (
@@ -36,27 +37,6 @@ from fcsd.evaluation.datasets import (
 from fcsd.model.preserve import quiet
 
 _ORACLE = (Path(__file__).parent / "oracle.py").read_text(encoding="utf-8")
-
-# EvalPlus's special oracles, by the requested function
-# (evalplus/eval/_special_oracle.py).
-_RULES = {
-    # the order of the output, and repetitions in it, do not count
-    "similar_elements": "set",
-    "find_char_long": "set",
-    "common_in_nested_lists": "set",
-    "extract_singly": "set",
-    "larg_nnum": "set",
-    "intersection_array": "set",
-    "find_dissimilar": "set",
-    "Diff": "set",
-    # any output but None means yes
-    "check_str": "not_none",
-    "text_match_three": "not_none",
-    "text_starta_endb": "not_none",
-    # two readings of the task are right
-    "surface_Area": "pyramid",
-    "digit_distance_nums": "digit_distance",
-}
 
 _HEAD = r"\n{0}for i, (?:\(inp, exp\)|inp) in enumerate\([^\n]*\):\n{0}    "
 
@@ -75,32 +55,22 @@ _HUMANEVAL_TAIL = re.compile(
 
 _CHECK = "def check(candidate):\n"
 
-# The number of first inputs that come from the original benchmark, without repetitions,
-# in these editions: found by comparing them with `base_input` of EvalPlus's files. For
-# MBPP+ it is the number of visible tests, except in five problems.
-_HUMANEVAL_BASE = (
-    7, 4, 3, 6, 3, 3, 3, 4, 5, 4, 5, 3, 3, 4, 3, 3, 5, 5, 4, 5, 5, 5, 3, 3, 5, 8, 3, 3, 3, 2,
-    4, 12, 99, 7, 1, 2, 8, 3, 100, 10, 9, 5, 3, 9, 12, 3, 4, 5, 7, 7, 100, 7, 6, 105, 7, 5, 12, 8, 4, 5,
-    5, 12, 5, 7, 7, 5, 8, 7, 8, 25, 9, 9, 6, 8, 9, 4, 10, 9, 7, 4, 8, 6, 16, 5, 5, 4, 7, 6, 7, 8,
-    6, 6, 10, 5, 9, 7, 10, 8, 7, 5, 5, 6, 8, 12, 4, 5, 4, 8, 8, 5, 7, 7, 9, 3, 12, 5, 7, 7, 13, 12,
-    11, 7, 5, 4, 16, 8, 13, 8, 8, 10, 10, 7, 14, 12, 10, 5, 11, 8, 8, 4, 5, 26, 11, 7, 12, 6, 7, 4, 7, 7,
-    10, 7, 4, 9, 6, 8, 14, 11, 10, 6, 3, 8, 4, 4,
-)  # fmt: skip
 
-_MBPP_BASE = {3: 5, 162: 4, 223: 3, 780: 4, 799: 6}
+@functools.cache
+def _editions() -> Any:
+    """Read what EvalPlus's editions on the Hub do not say."""
+    return read_yaml(data_dir("eval") / "evalplus.yaml")
 
 
 def num_base_inputs(task_id: str | int, num_visible: int) -> int | None:
     """Count the base inputs of a problem with `num_visible` visible tests; None when it
     is not known.
     """
-    number = re.fullmatch(r"HumanEval/(\d+)", str(task_id))
-    if number is not None:
-        if int(number[1]) < len(_HUMANEVAL_BASE):
-            return _HUMANEVAL_BASE[int(number[1])]
-        return None
+    if number := re.fullmatch(r"HumanEval/(\d+)", str(task_id)):
+        counts = dict(enumerate(_editions()["humaneval_base"]))
+        return counts.get(int(number[1]))
     if isinstance(task_id, int):
-        return _MBPP_BASE.get(task_id, num_visible)
+        return _editions()["mbpp_base"].get(task_id, num_visible)
     return num_visible or None
 
 
@@ -134,7 +104,7 @@ def grading(
             return None
         setup = test[:loop_start]
         name = tail["name"]
-        rule = _RULES.get(tail["name"], "equal")
+        rule = _editions()["special_oracles"].get(tail["name"], "equal")
         tolerance, right = tail["atol"], tail["right"]
     else:
         loop_start, check = test.rfind("\n    for i, "), test.find(_CHECK)
