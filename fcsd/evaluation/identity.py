@@ -10,18 +10,22 @@ loaded a folder of this machine, whose weights are then compared.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.memory import free_memory
 from fcsd.base.weights import weight_files, weights_fingerprint
+from fcsd.evaluation.results import Journal
 from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import input_device
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.served import ServedBackend
 
 # Two forwards of one model differ by float noise, stock connectivity by 0.5 nats and
 # more.
@@ -62,22 +66,18 @@ _PROMPTS = (
 
 
 def difference_from_server(
-    server: Server,
-    ask: Callable[[Sequence[Sequence[int]]], list[list[float]]],
-    model: ModelFolder,
-    tokenizer: PreTrainedTokenizerBase,
-    load: Callable[[], PreTrainedModel],
+    backend: "ServedBackend", load: Callable[[], PreTrainedModel]
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats per token, and
     how far they may.
 
-    ask: rows of tokens -> the server's log-probability of each token but the first.
     load: loads the model, which is freed at the end.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no
             `prompt_logprobs`.
     """
+    server, model = backend.server, backend.model
     path = model.config.path
     _check_folder(server, model)
     if not server.prompt_logprobs:
@@ -90,15 +90,17 @@ def difference_from_server(
     rows = [
         row
         for text in _PROMPTS
-        if len(row := tokenizer(text)["input_ids"][:length]) > 1
+        if len(row := backend.tokenizer(text)["input_ids"][:length]) > 1
     ]
+    bodies = [{"prompt": row, "answer_tokens": len(row) - 1} for row in rows]
     try:
-        server_logprobs = ask(rows)
+        # A separate journal: these answers belong to no task.
+        answers = backend.responses("likelihood", bodies, Journal(), quietly=True)
     except UserError as error:
         raise UserError(
             f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)"
         ) from None
-    difference, dtype = _difference(rows, server_logprobs, load)
+    difference, dtype = _difference(rows, [logprobs for logprobs, _ in answers], load)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
     # Not `>`: a NaN must also be refused.
     if not difference <= allowed:

@@ -68,22 +68,7 @@ class ServedBackend:
         """Check that the server serves this model; `load` loads it into memory, where
         it is freed afterwards.
         """
-
-        def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
-            bodies = [
-                {"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows
-            ]
-            # A separate journal: these answers belong to no task.
-            return [
-                logprobs
-                for logprobs, _ in self.responses(
-                    "likelihood", bodies, Journal(), quietly=True
-                )
-            ]
-
-        self.checked = difference_from_server(
-            self.server, ask, self.model, self.tokenizer, load
-        )
+        self.checked = difference_from_server(self, load)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
