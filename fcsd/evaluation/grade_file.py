@@ -208,15 +208,10 @@ def _code(
                 f" {row.metric} of task {row.task} needs {pass_k(row)} of every problem;"
                 " add samples, or grade by pass@1"
             )
-    with CodeScorer(allow_weak_sandbox=sample_file.allow_weak_sandbox) as pool:
-        pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
-        outcomes = pool.score_samples(
-            graded,
-            programs,
-            timeout_s=row.timeout_s,
-            whole_programs=True,
-            progress=True,
-        )
+    weak, limit = sample_file.allow_weak_sandbox, row.timeout_s
+    with CodeScorer(allow_weak_sandbox=weak, progress=True) as pool:
+        pool.self_check(graded, timeout_s=limit)
+        outcomes = pool.score_samples(graded, programs, timeout_s=limit)
         layers = pool.layers
     prompts = [problem.prompt for problem in graded]
     samples = code_samples(row, graded, prompts, programs, outcomes)

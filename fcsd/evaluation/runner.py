@@ -139,13 +139,13 @@ def prepare_evaluation(
             """
             nonlocal scorer
             scorer = stack.enter_context(
-                CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox)
+                CodeScorer(
+                    allow_weak_sandbox=config.allow_weak_sandbox, progress=progress
+                )
             )
             for row in code_rows:
                 try:
-                    scorer.self_check(
-                        prepared[row.task], timeout_s=row.timeout_s, progress=progress
-                    )
+                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s)
                 except ScorerError as error:
                     raise ScorerError(f"task {row.task}: {error}") from error
             return scorer.layers

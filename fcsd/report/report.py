@@ -96,8 +96,7 @@ def write_report(
         for name in sorted(comparisons, key=lambda name: name != MAIN)
     }
     trained = {name: _training(path) for name, path in training.items()} | {
-        name: f"none; calibrated on {manifest['results']['tokens']:,} tokens"
-        for name, manifest in calibrated.items()
+        name: _calibration(manifest) for name, manifest in calibrated.items()
     }
     models = {
         name: {
@@ -213,6 +212,10 @@ def _layers(layout: RunLayout, name: str) -> str:
     # In a multimodal model only the text stack is rewired.
     text = config.get("text_config", config)
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
+
+
+def _calibration(manifest: Report) -> str:
+    return f"none; calibrated on {manifest['results']['tokens']:,} tokens"
 
 
 def _calibrated(untrained: Iterable[str], layout: RunLayout) -> Report:

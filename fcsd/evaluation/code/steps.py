@@ -10,6 +10,7 @@ from fcsd.data.rendering import chat_writer, require_chat_template
 from fcsd.data.thoughts import END_OF_PROMPT
 from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem, load_problems
+from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
 from fcsd.evaluation.datasets import dataset_location, reading
 from fcsd.evaluation.results import code_samples
@@ -90,16 +91,19 @@ def run(
 
     def scored() -> list[Sample]:
         assert context.scorer is not None
-        options: dict[str, Any] = {
-            "timeout_s": row.timeout_s,
-            "chat": row.chat_template,
-            "progress": context.progress,
+        programs = {
+            problem.task_id: [
+                program_in(problem, text, chat=row.chat_template)
+                for text in completions[problem.task_id]
+            ]
+            for problem in items
         }
+        score, limit = context.scorer.score_samples, row.timeout_s
         try:
-            outcomes = context.scorer.score_samples(items, completions, **options)
+            outcomes = score(items, programs, timeout_s=limit)
         # Try once more with new servers: generating may have taken hours.
         except ScorerError:
-            outcomes = context.scorer.score_samples(items, completions, **options)
+            outcomes = score(items, programs, timeout_s=limit)
         return code_samples(row, items, prompts, completions, outcomes)
 
     at_limit = [[answer.at_limit for answer in several] for several in by_problem]
