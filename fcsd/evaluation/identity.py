@@ -10,7 +10,7 @@ loaded a folder of this machine, whose weights are then compared.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,9 +23,6 @@ from fcsd.evaluation.results import Journal
 from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import input_device
-
-if TYPE_CHECKING:
-    from fcsd.evaluation.served import ServedBackend
 
 # Two forwards of one model differ by float noise, stock connectivity by 0.5 nats and
 # more.
@@ -66,12 +63,12 @@ _PROMPTS = (
 
 
 def difference_from_server(
-    backend: "ServedBackend", load: Callable[[], PreTrainedModel]
+    backend: Any, load: Callable[[], PreTrainedModel]
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats per token, and
     how far they may.
 
-    load: loads the model, which is freed at the end.
+    backend: a `fcsd.evaluation.served.ServedBackend`. load: loads the model, which is freed at the end.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no
