@@ -68,7 +68,8 @@ def difference_from_server(
     """Return how far the log-probabilities of 8 prompts differ, in nats per token, and
     how far they may.
 
-    backend: a `fcsd.evaluation.served.ServedBackend`. load: loads the model, which is freed at the end.
+    backend: a `fcsd.evaluation.served.ServedBackend`. load: loads the model, which is
+    freed at the end.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no

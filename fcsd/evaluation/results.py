@@ -212,48 +212,34 @@ def code_samples(
     """Build the sample of each problem. Its score is the estimate of pass@k, so 0 or 1
     for a single completion.
     """
-    return [
-        _code_sample(pass_k(row), problem, prompt, completions[problem.task_id], grades)
-        for problem, prompt, grades in zip(problems, prompts, outcomes, strict=True)
-    ]
-
-
-def _code_sample(
-    k: int,
-    problem: Problem,
-    prompt: str,
-    completions: Sequence[str],
-    outcomes: Sequence[Outcome],
-) -> Sample:
-    classes: list[Any] = [outcome.outcome for outcome in outcomes]
-    base_classes: list[Any] = [outcome.base for outcome in outcomes]
-    sample: Sample = {
-        "doc_id": problem.task_id,
+    k, samples = pass_k(row), []
+    for problem, prompt, of_problem in zip(problems, prompts, outcomes, strict=True):
+        texts = list(completions[problem.task_id])
+        classes: list[Any] = [outcome.outcome for outcome in of_problem]
+        base_classes: list[Any] = [outcome.base for outcome in of_problem]
         # Another test makes another item, which is never compared with this one.
-        "doc_hash": text_hash(
-            json.dumps([problem.prompt, *problem.base_tests, *problem.tests])
-        ),
-        "prompt_hash": text_hash(prompt),
-        "score": pass_at_k(len(classes), classes.count("passed"), k),
-        "target": problem.canonical,
-        "prompt": end_of(prompt),
-    }
-    if problem.base_tests:
-        passed = base_classes.count("passed")
-        sample["base_score"] = pass_at_k(len(classes), passed, k)
-    if len(outcomes) > 1:
-        return sample | {
-            "completions": list(completions),
-            "outcomes": classes,
-            "base_outcomes": base_classes,
+        content = [problem.prompt, *problem.base_tests, *problem.tests]
+        sample: Sample = {
+            "doc_id": problem.task_id,
+            "doc_hash": text_hash(json.dumps(content)),
+            "prompt_hash": text_hash(prompt),
+            "score": pass_at_k(len(classes), classes.count("passed"), k),
+            "target": problem.canonical,
+            "prompt": end_of(prompt),
         }
-    if problem.base_tests:
-        sample["base_outcome"] = base_classes[0]
-    return sample | {
-        "completion": completions[0],
-        "outcome": classes[0],
-        "message": outcomes[0].message,
-    }
+        if problem.base_tests:
+            passed = base_classes.count("passed")
+            sample["base_score"] = pass_at_k(len(classes), passed, k)
+        if len(of_problem) > 1:
+            sample |= {"completions": texts, "outcomes": classes}
+            sample["base_outcomes"] = base_classes
+        else:
+            if problem.base_tests:
+                sample["base_outcome"] = base_classes[0]
+            sample |= {"completion": texts[0], "outcome": classes[0]}
+            sample["message"] = of_problem[0].message
+        samples.append(sample)
+    return samples
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

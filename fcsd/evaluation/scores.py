@@ -235,7 +235,12 @@ def compare(
                 for side, result in results.items()
                 if is_bound(result["tasks"][task])
             ]
-        tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
+        floor = tasks[task]["floor"] = floor_of(row, original_samples)
+        tasks[task]["at_floor"] = [
+            side
+            for side in results
+            if at_floor(tasks[task][side], tasks[task][f"{side}_stderr"], floor)
+        ]
         # Answers that were cut, or have thoughts, may explain a lower score.
         for side, result in results.items():
             for kind in ("at_limit", "with_thoughts"):
@@ -271,16 +276,6 @@ def by_group(tasks: Rows) -> dict[str, dict[str, Row]]:
     for task, row in tasks.items():
         groups.setdefault(KINDS[row["kind"]].group, {})[task] = row
     return groups
-
-
-def _floor(row: Row, floor: float | None) -> Row:
-    """Return a task's floor, and which of the two models are at it."""
-    sides = [
-        side
-        for side in ("original", "converted")
-        if at_floor(row[side], row[f"{side}_stderr"], floor)
-    ]
-    return {"floor": floor, "at_floor": sides}
 
 
 def _own_text(original: Sequence[Sample], converted: Sequence[Sample]) -> Row:

@@ -283,18 +283,14 @@ def _store(
     inputs: fingerprints of the stage's inputs. backend: the server that answers for the
     model, if any.
     """
-    config, loading = evaluation.config, dict[str, Any]()
-    if evaluation.reference is not None:
-        loading = evaluation.loading
+    config, served = evaluation.config, {}
     if backend:
         # Another engine, or another configuration of it, rounds differently.
         served = {"server": {**backend.facts, "checked": evaluation.server_check}}
-    else:
-        served = {}
     identity = {
         **{name: inputs[name] for name in ("model", "connectivity")},
         "configuration": configuration_fingerprint(evaluation.model.folder),
-        "loading": loading,
+        "loading": evaluation.loading if evaluation.reference is not None else {},
         **served,
         **config.capacity,
         "limit": config.limit,

@@ -396,7 +396,6 @@ def _settings(result: Result) -> dict[str, str]:
     settings, tasks = result["settings"], result["tasks"]
     cut = {task: row["prompts_cut"] for task, row in tasks.items() if row.get("prompts_cut")}  # fmt: skip
     limit, device = settings.get("limit"), settings.get("device")
-    factor = settings.get("capacity_factor")
     share = f"{100 * limit:g} %" if limit and limit < 1 else limit
     facts = {
         "items": f"the first {share} of every task" if limit else "all",
@@ -406,9 +405,7 @@ def _settings(result: Result) -> dict[str, str]:
         "prompts cut on the left": ", ".join(f"{task} {n}" for task, n in cut.items()),
         "date in the template": settings.get("template_date"),
         "router bias": settings.get("router_bias"),
-        "capacity factor": (
-            f"{factor:g} by {settings['capacity_drop']}" if factor else None
-        ),
+        "capacity factor": _capacity(settings),
         "software": versions_text(settings),
         "sandbox": sandbox_text(result["sandbox"]) if result.get("sandbox") else None,
     }
@@ -461,10 +458,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
         }
         compared["engine"] = engine_of(settings)
         compared["router bias"] = settings.get("router_bias", "none")
-        factor = settings.get("capacity_factor")
-        compared["capacity factor"] = (
-            f"{factor:g} by {settings['capacity_drop']}" if factor else "none"
-        )
+        compared["capacity factor"] = _capacity(settings) or "none"
         compared |= settings.get("versions", {}) | {
             f"sandbox {layer}": state
             for layer, state in (evaluation["result"].get("sandbox") or {}).items()
@@ -479,6 +473,11 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
         for key, values in by_key.items()
         if len(set(map(str, values.values()))) > 1
     }
+
+
+def _capacity(settings: Mapping[str, Any]) -> str:
+    factor = settings.get("capacity_factor")
+    return f"{factor:g} by {settings['capacity_drop']}" if factor else ""
 
 
 def engine_of(settings: Mapping[str, Any]) -> str | None:

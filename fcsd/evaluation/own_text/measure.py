@@ -215,15 +215,10 @@ def write(
     )
     decoding = Decoding(sampling)
     questions = [
-        Question(prompt.tokens, reader, seed_of(row, first + number), decoding)
-        for number, prompt in enumerate(prompts)
+        Question(prompt.tokens, reader, row.seed * _SEEDS + number, decoding)
+        for number, prompt in enumerate(prompts, start=first)
     ]
     return [cut(tokens, ends) for tokens in backend.new_tokens(questions)]
-
-
-def seed_of(row: OwnTextTaskConfig, number: int) -> int:
-    """Return the seed of the sample of a prompt."""
-    return row.seed * _SEEDS + number
 
 
 def cut(tokens: Sequence[int], ends: Sequence[int]) -> Written:
