@@ -89,13 +89,13 @@ def plot_scores(
         tokens = [point["tokens"] for point in points]
         scores = [scale * point["score"] for point in points]
         errors = [scale * (point["stderr"] or 0.0) for point in points]
-        draw(axis, tokens, scores, markersize=3, color=colours[name], label=name)
+        colour = colours[name]
+        axis.plot(tokens, scores, marker="o", markersize=3, color=colour, label=name)
         # The logarithmic axis of KL cannot show a band that reaches 0.
         low, high = [], []
         for score, error in zip(scores, errors, strict=True):
             low.append(max(score - error, score / 10) if by_kl else score - error)
             high.append(score + error)
-        colour = colours[name]
         axis.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
         lowest = min(lowest, *low)
     if by_kl:

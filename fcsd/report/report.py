@@ -118,11 +118,7 @@ def write_report(
         "recipe": recipe.dump(),
         "models": models,
         "comparisons": comparisons,
-        "calibrations": {
-            name: kl
-            for name, manifest in calibrated.items()
-            if (kl := manifest["results"].get("kl"))
-        },
+        "calibrations": _calibrations(calibrated),
         "training": {name: read_manifest(path) for name, path in training.items()},
         "trained": _trained(recipe, evaluated, training, layout),
         "sweep": (
@@ -212,6 +208,12 @@ def _layers(layout: RunLayout, name: str) -> str:
     # In a multimodal model only the text stack is rewired.
     text = config.get("text_config", config)
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
+
+
+def _calibrations(calibrated: Mapping[str, Any]) -> Report:
+    """Return the KL that the calibrations measured, as far as they held out text."""
+    measured = {name: of["results"].get("kl") for name, of in calibrated.items()}
+    return {name: kl for name, kl in measured.items() if kl}
 
 
 def _calibration(manifest: Report) -> str:
