@@ -52,7 +52,7 @@ def _evaluate(arguments: Namespace) -> None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
     from fcsd.evaluation.results import read_numbers
     from fcsd.evaluation.runner import own_original, refuse_converted
-    from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
+    from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation
     from fcsd.model.load import find_model
     from fcsd.parallel.place import check_device_map, check_overlap_of
     from fcsd.report.table import result_table
@@ -64,16 +64,16 @@ def _evaluate(arguments: Namespace) -> None:
     check_overlap_of(checkpoint, launch)
     original = None
     if arguments.original is not None:
-        named = find_model(model.model_copy(update={"path": arguments.original}))
-        refuse_converted(arguments.original, named.any_checkpoint.config)
-        original = EvaluatedFolder(named, arguments.device_map)
+        original = find_model(model.model_copy(update={"path": arguments.original}))
+        refuse_converted(arguments.original, original.any_checkpoint.config)
     evaluation = PlannedEvaluation(
         name=arguments.model,
-        model=EvaluatedFolder(checkpoint, arguments.device_map),
+        model=checkpoint,
         suite=suite,
         config=config,
         server_check=not arguments.no_server_check,
         original=original,
+        device_map=arguments.device_map,
     )
     if evaluation.writes_own_text and original is None:
         known = checkpoint.any_checkpoint.config

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +30,9 @@ from fcsd.training.generation import (
     generate,
     set_aside,
 )
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.served import ServedBackend
 
 Key = TypeVar("Key")
 
@@ -83,66 +86,8 @@ class BatchSizer:
             self._ran_out = True
 
 
-class Backend(Protocol):
-    """A model that answers questions, wherever it runs. config, tokenizer: its own."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def ends(self) -> list[int]:
-        """The tokens that end a sequence."""
-
-    @property
-    def thoughts(self) -> Thoughts:
-        """The marks of the model's thoughts."""
-
-    def new_tokens(self, questions: Sequence[Question]) -> list[list[int]]:
-        """Return the new tokens after each prompt, and perhaps others behind their end,
-        in the order of the questions, on all ranks.
-        """
-
-    def answers(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return the answers, in the order of the questions, on all ranks."""
-
-    def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context for all questions; it leaves the model unchanged."""
-
-    def begin(self, journal: Journal) -> None:
-        """Start a task, whose single answers may be kept in `journal`."""
-
-    @property
-    def language_model(self) -> Any:
-        """The model that lm-eval asks, one for all tasks, with `think`, `cut`,
-        `at_limit` and `unasked`.
-        """
-
-    def settings(self) -> dict[str, Any]:
-        """Return the facts about the model that a result records."""
-
-
-class Served(Backend, Protocol):
-    """A model that a server answers for (`fcsd.evaluation.served`)."""
-
-    @property
-    def server(self) -> Any:
-        """The `Server`, with what it can do."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The engine and its configuration, which the answers depend on."""
-
-    def likeliest(
-        self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-    ) -> list[list[dict[int, float]]]:
-        """Return the log-probabilities of the likeliest tokens at each token of the
-        texts after these prompts.
-        """
-
-    def identify(self, load: Callable[[], PreTrainedModel]) -> None:
-        """Check that the server serves this model, which `load` loads into memory."""
+Backend: TypeAlias = "InMemoryBackend | ServedBackend"
+"""A model that answers questions, wherever it runs."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +113,7 @@ class InMemoryBackend:
         *,
         progress: bool = True,
     ):
-        self.model = model
+        self.model, self.config = model, model.config
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.progress = progress
@@ -221,18 +166,19 @@ class InMemoryBackend:
         batches: Sequence[Any],
         ask: Callable[[Any, int], list[Any]],
         idle: Callable[[], Any],
-        **bar: Any,
+        description: str,
+        shown: bool,
     ) -> list[Any]:
         """Ask batch by batch, each on the rank that it is dealt to; return all answers
         in order, on all ranks.
 
         ask: takes a batch and the number of its sequences that go into one forward.
-        idle: runs a pass whose result is not used. bar: options of `progress_bar`.
+        idle: runs a pass whose result is not used. description: of the bar.
         """
         # The bar counts the sequences of this rank alone.
         total = sum(map(len, self.ranks.deal(batches)))
         with (
-            progress_bar(total=total, **bar) as display,
+            progress_bar(total=total, desc=description, shown=shown) as display,
             self.ranks.sharing(batches, idle) as share,
         ):
             for number, batch in share.items:
@@ -245,10 +191,6 @@ class InMemoryBackend:
                 share.results.append(answers)
                 display.update(len(batch))
         return [answer for answers in share.results for answer in answers]
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
 
     @functools.cached_property
     def ends(self) -> list[int]:
@@ -282,20 +224,17 @@ class InMemoryBackend:
             [questions[number] for number in numbers]
             for numbers in batches_of(order, lengths, self.batch.size, alike)
         ]
-        share = ""
+        description, shown = "generation", self.progress and self.ranks.first
         if self.ranks.size > 1:
-            share = f" (the first of {self.ranks.size} ranks)"
-        bar = {
-            "desc": f"generation{share}",
-            "shown": self.progress and self.ranks.first,
-        }
+            description += f" (the first of {self.ranks.size} ranks)"
 
         def idle() -> None:
             self.idle(questions[0].reader)
 
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, self.tokens_of_batch, idle, **bar)
+            ask = self.tokens_of_batch
+            texts = self.in_batches(batches, ask, idle, description, shown)
         by_number = dict(zip(order, texts, strict=True))
         return [by_number[number] for number in range(len(questions))]
 

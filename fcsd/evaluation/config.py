@@ -127,15 +127,13 @@ class LMEvalTaskConfig(TaskBase):
     # lm-eval's folder named like the task.
     lm_eval_include: str | None = None
 
-    @field_validator("metric")
-    @classmethod
-    def _metric_names_its_filter(cls, value: str) -> str:
-        if "," not in value:
-            raise ValueError(
-                "metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got"
-                f" {value!r}"
-            )
-        return value
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda task: "," not in task.metric,
+            "metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got"
+            " {0.metric!r}",
+        ),
+    )
 
 
 class LikelihoodTaskConfig(LMEvalTaskConfig):
@@ -487,6 +485,11 @@ class EvaluationConfig(Strict):
             " out",
         ),
     )
+
+    @property
+    def data_folder(self) -> Path | None:
+        """The folder in hub layout that test sets are read from; None: the Hub."""
+        return None if self.data_root is None else Path(self.data_root)
 
     @property
     def capacity(self) -> dict[str, Any]:

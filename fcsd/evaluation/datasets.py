@@ -9,9 +9,11 @@ Not covered: data sets that need the user to agree to terms on the Hub first, ot
 with the user's own token.
 """
 
+import contextlib
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,18 @@ def hub_advice(row: TaskBase, data_root: Path | None) -> str:
         "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
         " --fetch ROOT --suite SUITE`) and give it as --data-root"
     )
+
+
+@contextlib.contextmanager
+def reading(row: TaskBase, data_root: Path | None, location: str) -> Iterator[None]:
+    """Begin the error of a row's data set that cannot be read with the task, and end it
+    with advice.
+    """
+    try:
+        yield
+    except UserError as error:
+        advice = "" if Path(location).exists() else hub_advice(row, data_root)
+        raise UserError(f"task {row.task}: {error}{advice}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -247,15 +261,12 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
         errors.OfflineModeIsEnabled: (
             "HF_HUB_OFFLINE is set; unset it on a machine with a network"
         ),
+        BaseException: (
+            "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on"
+            " another machine and copy the folder"
+        ),
     }
-    general_advice = (
-        "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
-        " machine and copy the folder"
-    )
-    suggestion = next(
-        (text for kind, text in advice.items() if isinstance(error, kind)),
-        general_advice,
-    )
+    suggestion = next(text for kind, text in advice.items() if isinstance(error, kind))
     continuing = (
         f"; {suggestion}; run the same command again to continue after the files"
         " fetched so far"
@@ -275,12 +286,13 @@ def test_set_fingerprints(
     their prompts: a score is never reused for others.
     """
     fingerprints: dict[str, str] = {}
-    for row in suite.tasks if suite is not None else ():
+    if suite is None:
+        return fingerprints
+    for row in suite.tasks:
         location = dataset_location(row, data_root)
         fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
-        folder = None
-        if suite is not None and isinstance(row, LMEvalTaskConfig):
-            folder = definition_folder(row, suite)
-        if folder is not None:
+        if isinstance(row, LMEvalTaskConfig) and (
+            folder := definition_folder(row, suite)
+        ):
             fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))
     return fingerprints

@@ -6,7 +6,7 @@ A line is a JSON object; `task` names its task where --tasks does not
 are scored by likelihood.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from fcsd.evaluation.config import (
     pass_k,
 )
 from fcsd.evaluation.results import (
+    Line,
+    Lines,
     code_samples,
     evaluation_versions,
     json_lines,
@@ -32,6 +34,7 @@ from fcsd.evaluation.results import (
     task_result,
     whole_result,
 )
+from fcsd.evaluation.scores import Result, Row, Sample
 from fcsd.evaluation.suites import chosen_suite, load_suite
 
 _NOT_IN_A_FILE = {
@@ -39,7 +42,6 @@ _NOT_IN_A_FILE = {
     "own_text": "measured on what the model itself writes",
 }
 _SUITE = "score "  # begins the name of the suite in a result
-Lines = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 class Graded(NamedTuple):
@@ -48,13 +50,13 @@ class Graded(NamedTuple):
     num_asked: how many items the row asks for. num_items: how many its task has.
     """
 
-    samples: list[dict[str, Any]]
+    samples: list[Sample]
     num_asked: int
     num_items: int
-    layers: dict[str, Any] | None = None
+    layers: Row | None = None
 
 
-def score_file(sample_file: SampleFile) -> dict[str, Any]:
+def score_file(sample_file: SampleFile) -> Result:
     """Grade a file of samples, and return the result in the form of `fcsd evaluate`.
 
     Raises:
@@ -68,7 +70,7 @@ def score_file(sample_file: SampleFile) -> dict[str, Any]:
         _refuse_foreign(sample_file.output)
     rows, suite = _rows(sample_file)
     graded: dict[str, Graded] = {}
-    tasks: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, Row] = {}
     for row, lines in rows:
         of_task = graded[row.task] = _GRADED[row.kind](sample_file, suite, row, lines)
         tasks[row.task] = task_result(
@@ -117,7 +119,7 @@ def _rows(
     if dataset is not None and "/" in dataset:  # a path, or a hub id
         code_row = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
         return [(code_row.model_copy(update=limit), _lines(samples))], suite
-    by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    by_task: dict[str, list[Line]] = {}
     for where, line in _lines(samples):
         name = line.get("task") if dataset is None else dataset
         if not isinstance(name, str):
@@ -206,15 +208,10 @@ def _code(
                 f" {row.metric} of task {row.task} needs {pass_k(row)} of every problem;"
                 " add samples, or grade by pass@1"
             )
-    with CodeScorer(allow_weak_sandbox=sample_file.allow_weak_sandbox) as pool:
-        pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
-        outcomes = pool.score_samples(
-            graded,
-            programs,
-            timeout_s=row.timeout_s,
-            whole_programs=True,
-            progress=True,
-        )
+    weak, limit = sample_file.allow_weak_sandbox, row.timeout_s
+    with CodeScorer(allow_weak_sandbox=weak, progress=True) as pool:
+        pool.self_check(graded, timeout_s=limit)
+        outcomes = pool.score_samples(graded, programs, timeout_s=limit)
         layers = pool.layers
     prompts = [problem.prompt for problem in graded]
     samples = code_samples(row, graded, prompts, programs, outcomes)

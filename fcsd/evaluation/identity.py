@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.memory import free_memory
 from fcsd.base.weights import weight_files, weights_fingerprint
+from fcsd.evaluation.results import Journal
 from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import input_device
@@ -62,22 +63,19 @@ _PROMPTS = (
 
 
 def difference_from_server(
-    server: Server,
-    ask: Callable[[Sequence[Sequence[int]]], list[list[float]]],
-    model: ModelFolder,
-    tokenizer: PreTrainedTokenizerBase,
-    load: Callable[[], PreTrainedModel],
+    backend: Any, load: Callable[[], PreTrainedModel]
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats per token, and
     how far they may.
 
-    ask: rows of tokens -> the server's log-probability of each token but the first.
-    load: loads the model, which is freed at the end.
+    backend: a `fcsd.evaluation.served.ServedBackend`. load: loads the model, which is
+    freed at the end.
 
     Raises:
         UserError: another model, connectivity, vocabulary or precision; no
             `prompt_logprobs`.
     """
+    server, model = backend.server, backend.model
     path = model.config.path
     _check_folder(server, model)
     if not server.prompt_logprobs:
@@ -90,15 +88,17 @@ def difference_from_server(
     rows = [
         row
         for text in _PROMPTS
-        if len(row := tokenizer(text)["input_ids"][:length]) > 1
+        if len(row := backend.tokenizer(text)["input_ids"][:length]) > 1
     ]
+    bodies = [{"prompt": row, "answer_tokens": len(row) - 1} for row in rows]
     try:
-        server_logprobs = ask(rows)
+        # A separate journal: these answers belong to no task.
+        answers = backend.responses("likelihood", bodies, Journal(), quietly=True)
     except UserError as error:
         raise UserError(
             f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)"
         ) from None
-    difference, dtype = _difference(rows, server_logprobs, load)
+    difference, dtype = _difference(rows, [logprobs for logprobs, _ in answers], load)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
     # Not `>`: a NaN must also be refused.
     if not difference <= allowed:
@@ -153,12 +153,12 @@ def _difference(
     dtype = str(loaded.dtype).removeprefix("torch.")
     del loaded
     free_memory()
-    pairs = [
-        pair
-        for a, b in zip(server_logprobs, model_logprobs, strict=True)
-        for pair in zip(a, b, strict=True)
+    differences = [
+        abs(a - b)
+        for of_server, of_model in zip(server_logprobs, model_logprobs, strict=True)
+        for a, b in zip(of_server, of_model, strict=True)
     ]
-    return sum(abs(a - b) for a, b in pairs) / len(pairs), dtype
+    return sum(differences) / len(differences), dtype
 
 
 def _logprobs(
@@ -170,18 +170,11 @@ def _logprobs(
     device = input_device(model)
     width = max(map(len, rows))
     # Rows are padded on the right with their last token; the mask hides it.
-    ids = torch.tensor(
-        [[*row, *[row[-1]] * (width - len(row))] for row in rows], device=device
-    )
-    mask = torch.tensor(
-        [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
-    )
+    padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    ids, shown = torch.tensor([padded, mask], device=device)
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-    logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None].to(logits.device))[
-        ..., 0
-    ]
-    return [
-        values[: len(row) - 1].tolist()
-        for values, row in zip(logprobs, rows, strict=True)
-    ]
+        logits = model(input_ids=ids, attention_mask=shown).logits[:, :-1].float()
+    targets = ids[:, 1:, None].to(logits.device)
+    logprobs = logits.log_softmax(-1).gather(2, targets)[..., 0].tolist()
+    return [values[: len(row) - 1] for values, row in zip(logprobs, rows, strict=True)]

@@ -29,10 +29,9 @@ def suite_prompts(
     """Tokenize the prompts of all tasks of a suite, one per item, in order; the first
     `limit` items of each, or fewer where a row has a limit of its own.
     """
-    return [
-        tokens
-        for row in suite.tasks
-        for tokens in STEPS[row.kind].prompts(
-            row, suite, data_root, tokenizer, items_limit(row, limit)
-        )
-    ]
+    prompts = []
+    for row in suite.tasks:
+        steps, row_limit = STEPS[row.kind], items_limit(row, limit)
+        items, _ = steps.prepare(row, suite, data_root, tokenizer, row_limit)
+        prompts += steps.prompts(row, items, tokenizer, row_limit)
+    return prompts

@@ -1,17 +1,14 @@
 """Read results, by whichever program wrote them."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.lm_eval.read import read_lm_eval
 from fcsd.evaluation.results import Samples, read_result
+from fcsd.evaluation.scores import Result
 
 
-def read_any_result(
-    folder: Path, like: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Samples]:
+def read_any_result(folder: Path, like: Result | None = None) -> tuple[Result, Samples]:
     """Read the results in a folder of `fcsd evaluate`, or of plain lm-eval; both in the
     format of fcsd.
 

@@ -53,12 +53,12 @@ from fcsd.evaluation.config import (
 )
 from fcsd.evaluation.datasets import dataset_location, fetched_revision
 from fcsd.evaluation.own_text.text import figures_of
-from fcsd.evaluation.scores import floor_of
+from fcsd.evaluation.scores import Result, Row, Rows, Sample, floor_of
 from fcsd.evaluation.suites import shipped_floor
 
 SCHEMA_VERSION = 1
 _SAVED = "saved result"  # in place of a stage, in the manifest
-Samples = dict[str, list[dict[str, Any]]]
+Samples = dict[str, list[Sample]]
 _SAMPLE_KEYS: dict[str, Any] = {
     "doc_id": int | str,
     "doc_hash": str,
@@ -110,7 +110,7 @@ class _Result(_Read):
     sandbox: dict[str, Any] | None = None
 
 
-def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def shown_question(requests: Sequence[tuple[str, str]]) -> Sample:
     """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}; {}
     for no request.
 
@@ -120,18 +120,11 @@ def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """
     if not requests:
         return {}
-    # All contexts lie between the first and the last in sorted order.
-    first = min(context for context, _ in requests)
-    last = max(context for context, _ in requests)
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-        len(first),
-    )
-    if shared < len(last):  # they differ, and may do so in the middle of a word
-        shared = max(first.rfind(space, 0, shared) for space in " \n") + 1
-    # Texts in sorted order: a prefix of both the first and the last is one of all.
-    prompt = first[:shared]
-    question: dict[str, Any] = {"prompt": end_of(prompt)}
+    contexts = [context for context, _ in requests]
+    prompt = os.path.commonprefix(contexts)  # noqa: RUF071  by characters, as needed
+    if prompt != max(contexts):  # they differ, and may do so in the middle of a word
+        prompt = prompt[: max(prompt.rfind(space) for space in " \n") + 1]
+    question: Sample = {"prompt": end_of(prompt)}
     if len(requests) > 1:
         question["choices"] = [
             context[len(prompt) :] + continuation for context, continuation in requests
@@ -146,18 +139,26 @@ def end_of(prompt: str) -> str:
     return prompt if len(prompt) <= _LONGEST else f"…{prompt[-_LONGEST:]}"
 
 
+def items_of_filter(items: Sequence[Sample], name: str) -> list[Sample]:
+    """Return the items of one filter, in the order of the data set: lm-eval logs an
+    item once for each filter of its task.
+    """
+    chosen = (item for item in items if item["filter"] == name)
+    return sorted(chosen, key=lambda item: int(item["doc_id"]))
+
+
 def lm_eval_sample(
     row: Mapping[str, Any],
     score: float,
     member: str | None,
     arguments: Sequence[Sequence[Any]],
-) -> dict[str, Any]:
+) -> Sample:
     """Build an fcsd sample from one that lm-eval logged.
 
     member: the item's task within a group. arguments: of every request about the item.
     """
     doc_id = int(row["doc_id"])
-    sample: dict[str, Any] = {
+    sample: Sample = {
         "doc_id": doc_id if member is None else f"{member}/{doc_id}",
         "doc_hash": row["doc_hash"],
         "prompt_hash": row["prompt_hash"],
@@ -180,7 +181,7 @@ def lm_eval_sample(
 
 def generation_settings(
     settings: Mapping[str, Any], max_new_tokens: int | None = None
-) -> dict[str, Any]:
+) -> Row:
     """Describe lm-eval's `generation_kwargs` in the words of a suite's row.
 
     max_new_tokens: where the task sets none; None: not known.
@@ -207,58 +208,38 @@ def code_samples(
     prompts: Sequence[str],
     completions: Mapping[str, Sequence[str]],
     outcomes: Sequence[Sequence[Outcome]],
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Build the sample of each problem. Its score is the estimate of pass@k, so 0 or 1
     for a single completion.
     """
-    k = pass_k(row)
-    return [
-        _code_sample(k, problem, prompt, completions[problem.task_id], grades)
-        for problem, prompt, grades in zip(problems, prompts, outcomes, strict=True)
-    ]
-
-
-def _code_sample(
-    k: int,
-    problem: Problem,
-    prompt: str,
-    completions: Sequence[str],
-    outcomes: Sequence[Outcome],
-) -> dict[str, Any]:
-    sample: dict[str, Any] = {
-        "doc_id": problem.task_id,
+    k, samples = pass_k(row), []
+    for problem, prompt, of_problem in zip(problems, prompts, outcomes, strict=True):
+        texts = list(completions[problem.task_id])
+        classes: list[Any] = [outcome.outcome for outcome in of_problem]
+        base_classes: list[Any] = [outcome.base for outcome in of_problem]
         # Another test makes another item, which is never compared with this one.
-        "doc_hash": text_hash(
-            json.dumps([problem.prompt, *problem.base_tests, *problem.tests])
-        ),
-        "prompt_hash": text_hash(prompt),
-        "score": _pass_at_k(outcomes, k),
-        "target": problem.canonical,
-        "prompt": end_of(prompt),
-    }
-    if problem.base_tests:
-        sample["base_score"] = _pass_at_k(outcomes, k, base=True)
-    if len(outcomes) > 1:
-        return sample | {
-            "completions": list(completions),
-            "outcomes": [outcome.outcome for outcome in outcomes],
-            "base_outcomes": [outcome.base for outcome in outcomes],
+        content = [problem.prompt, *problem.base_tests, *problem.tests]
+        sample: Sample = {
+            "doc_id": problem.task_id,
+            "doc_hash": text_hash(json.dumps(content)),
+            "prompt_hash": text_hash(prompt),
+            "score": pass_at_k(len(classes), classes.count("passed"), k),
+            "target": problem.canonical,
+            "prompt": end_of(prompt),
         }
-    (outcome,) = outcomes
-    if problem.base_tests:
-        sample["base_outcome"] = outcome.base
-    return sample | {
-        "completion": completions[0],
-        "outcome": outcome.outcome,
-        "message": outcome.message,
-    }
-
-
-def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> float:
-    passed = sum(
-        (outcome.base if base else outcome.outcome) == "passed" for outcome in outcomes
-    )
-    return pass_at_k(len(outcomes), passed, k)
+        if problem.base_tests:
+            passed = base_classes.count("passed")
+            sample["base_score"] = pass_at_k(len(classes), passed, k)
+        if len(of_problem) > 1:
+            sample |= {"completions": texts, "outcomes": classes}
+            sample["base_outcomes"] = base_classes
+        else:
+            if problem.base_tests:
+                sample["base_outcome"] = base_classes[0]
+            sample |= {"completion": texts[0], "outcome": classes[0]}
+            sample["message"] = of_problem[0].message
+        samples.append(sample)
+    return samples
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -275,15 +256,15 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 def task_result(
     row: TaskConfig,
-    samples: Sequence[Mapping[str, Any]],
+    samples: Sequence[Sample],
     num_items_total: int,
     data_root: Path | None,
-) -> dict[str, Any]:
+) -> Row:
     """Build the entry of one task in the result."""
     facts = row.model_dump(exclude_none=True)
     if row.floor is None and isinstance(row, LMEvalTaskConfig):
         facts["floor"] = shipped_floor(row.task, row.metric)
-    result: dict[str, Any] = {
+    result: Row = {
         "metric": row.metric,
         **mean_of([sample["score"] for sample in samples]),
         "floor": floor_of(facts, samples),
@@ -302,70 +283,60 @@ def task_result(
     return result | NUMBERS[row.kind](samples)
 
 
-def lm_eval_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def lm_eval_numbers(samples: Sequence[Sample]) -> Row:
     """Count the prompts that were cut, and compute the task's other metrics."""
-    numbers: dict[str, Any] = {
-        "prompts_cut": sum(sample.get("cut", False) for sample in samples)
-    }
+    numbers: Row = {"prompts_cut": sum(sample.get("cut", False) for sample in samples)}
     if metrics := _metrics_beside(samples):
         numbers["metrics"] = metrics
     return numbers
 
 
-def _metrics_beside(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _metrics_beside(samples: Sequence[Sample]) -> Row:
     """Return `value` and `stderr` of the task's other metrics: the mean over items, or
     over all parts of items (IFEval's instructions).
     """
-    names = [
-        name
-        for name in samples[0].get("metrics", {})
-        if all(name in sample.get("metrics", {}) for sample in samples)
-    ]
     metrics = {}
-    for name in names:
-        values = [sample["metrics"][name] for sample in samples]
-        parts = [value if isinstance(value, list) else [value] for value in values]
-        mean = ratio([float(sum(part)) for part in parts], list(map(len, parts)))
-        metrics[name] = mean._asdict()
+    of_items = [sample.get("metrics", {}) for sample in samples]
+    for name in of_items[0]:
+        if all(name in of_item for of_item in of_items):
+            values = [of_item[name] for of_item in of_items]
+            parts = [value if isinstance(value, list) else [value] for value in values]
+            mean = ratio([float(sum(part)) for part in parts], list(map(len, parts)))
+            metrics[name] = mean._asdict()
     return metrics
 
 
-def mean_of(scores: Sequence[float]) -> dict[str, Any]:
+def mean_of(scores: Sequence[float]) -> Row:
     """Return `value` and `stderr` of items with these scores."""
     return {"value": math.fsum(scores) / len(scores), "stderr": standard_error(scores)}
 
 
-def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def code_numbers(samples: Sequence[Sample]) -> Row:
     """Count outcome classes over all programs; compute the base score, and pass@k for
     the usual k up to the samples.
     """
-    outcomes = [
-        name
-        for sample in samples
-        for name in sample.get("outcomes") or [sample["outcome"]]
-    ]
-    numbers: dict[str, Any] = {
+    by_problem = [sample.get("outcomes") or [sample["outcome"]] for sample in samples]
+    outcomes = [name for of_problem in by_problem for name in of_problem]
+    numbers: Row = {
         "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}
     }
     if all("base_score" in sample for sample in samples):
         numbers["base"] = mean_of([sample["base_score"] for sample in samples])
     # pass@k needs k samples of every problem.
-    count = min(len(sample.get("outcomes") or [0]) for sample in samples)
+    count = min(map(len, by_problem))
     if count > 1:
         numbers["pass_at_k"] = {}
         for k in (1, 5, 10, 100):
             if k <= count:
                 estimates = [
-                    pass_at_k(
-                        len(sample["outcomes"]), sample["outcomes"].count("passed"), k
-                    )
-                    for sample in samples
+                    pass_at_k(len(of_problem), of_problem.count("passed"), k)
+                    for of_problem in by_problem
                 ]
                 numbers["pass_at_k"][str(k)] = math.fsum(estimates) / len(estimates)
     return numbers
 
 
-def own_text_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def own_text_numbers(samples: Sequence[Sample]) -> Row:
     """Compute the figures of own text beside its metric, means over prompts."""
     figures = [figures_of(sample) for sample in samples]
     return {
@@ -375,7 +346,7 @@ def own_text_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-NUMBERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]] = {
+NUMBERS: dict[str, Callable[[Sequence[Sample]], Row]] = {
     "likelihood": lm_eval_numbers,
     "generation": lm_eval_numbers,
     "code": code_numbers,
@@ -387,10 +358,10 @@ NUMBERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]] = {
 def whole_result(
     suite: str,
     model: str,
-    tasks: Mapping[str, Mapping[str, Any]],
+    tasks: Rows,
     settings: Mapping[str, Any],
     sandbox: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+) -> Result:
     """Build the content of `results.json`, with the plain mean over the headline tasks.
 
     sandbox: the layers that generated code ran in; None for none.
@@ -427,11 +398,7 @@ def evaluation_versions() -> dict[str, str]:
     }
 
 
-def write_result(
-    result: Mapping[str, Any],
-    samples: Mapping[str, Sequence[Mapping[str, Any]]],
-    folder: Path,
-) -> None:
+def write_result(result: Result, samples: Samples, folder: Path) -> None:
     """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not
     at all.
     """
@@ -446,11 +413,7 @@ def write_result(
     )
 
 
-def save_result(
-    result: Mapping[str, Any],
-    samples: Mapping[str, Sequence[Mapping[str, Any]]],
-    folder: Path,
-) -> None:
+def save_result(result: Result, samples: Samples, folder: Path) -> None:
     """Write a result (`write_result`) and, where no stage does so at its end, the
     manifest with the hashes of its files; the manifest of another command, as beside
     a converted checkpoint, stays.
@@ -468,7 +431,7 @@ def save_result(
     write_sealed(manifest, command_record(_SAVED, outputs=hashes))
 
 
-def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
+def read_result(folder: Path) -> tuple[Result, Samples]:
     """Read what `write_result` wrote into a folder: (result, samples).
 
     Raises:
@@ -480,7 +443,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     }
 
 
-def read_numbers(folder: Path) -> dict[str, Any]:
+def read_numbers(folder: Path) -> Result:
     """Read the result in a folder without its samples.
 
     Raises:
@@ -532,9 +495,7 @@ def _is_sample(value: Any, kind: Kind) -> bool:
     )
 
 
-def read_samples(
-    folder: Path, task: str, row: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def read_samples(folder: Path, task: str, row: Row) -> list[Sample]:
     """Read the samples of one task; `row` is its entry in results.json. Raises as
     `read_result`.
     """
@@ -567,9 +528,15 @@ def read_samples(
     return samples
 
 
+Line = tuple[str, Any]
+"""Where a line of a file is, for errors, and its value."""
+
+Lines = Sequence[Line]
+
+
 def json_lines(
     path: Path, description: str = "valid JSON", advice: str = ""
-) -> list[tuple[str, Any]]:
+) -> list[Line]:
     """Read the values of a .jsonl or .jsonl.gz file, each with where it is; blank lines
     are skipped.
 
@@ -589,7 +556,7 @@ def json_lines(
         raise UserError(
             f"{path}: is not a .jsonl or .jsonl.gz file of UTF-8 text ({error}){advice}"
         ) from None
-    values = []
+    values: list[Line] = []
     for number, text in enumerate(texts, start=1):
         where = f"{path}, line {number}"
         try:
@@ -602,17 +569,17 @@ def json_lines(
 
 
 def texts_of(
-    line: Mapping[str, Any], where: str, keys: Mapping[str, bool], missing: str
+    line: Mapping[str, Any], where: str, keys: Sequence[str], missing: str
 ) -> tuple[str, list[str]]:
     """Return the first of these keys that a line has, and its texts, at least one.
 
-    keys: key -> whether it holds a list of texts, or one text. missing: the error for a
+    keys: "completions" holds a list of texts, the others one. missing: the error for a
     line without any of them.
     """
     key = next((key for key in keys if key in line), None)
     if key is None:
         raise UserError(f"{where}: {missing}")
-    texts = line[key] if keys[key] else [line[key]]
+    texts = line[key] if key == "completions" else [line[key]]
     if (
         not isinstance(texts, list)
         or not texts
@@ -649,7 +616,7 @@ class TaskStore:
             raise UserError(f"{folder}: is a file; finished tasks need a folder")
         self.folder, self.identity, self.data = folder, dict(identity), dict(data)
 
-    def _key(self, row: TaskConfig) -> dict[str, Any]:
+    def _key(self, row: TaskConfig) -> Row:
         return {
             "schema_version": _KEPT_VERSION,
             **self.identity,
@@ -662,15 +629,10 @@ class TaskStore:
         }
 
     def _path(self, row: TaskConfig) -> Path:
-        text = json.dumps(self._key(row), sort_keys=True)
-        return (
-            self.folder
-            / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-        )
+        key = content_fingerprint(self._key(row))
+        return self.folder / f"{row.task}-{key[:24]}.json"
 
-    def get(
-        self, row: TaskConfig
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+    def get(self, row: TaskConfig) -> tuple[list[Sample], Row] | None:
         """Return (samples, facts) of a finished task; None when it is not there, or
         damaged, which a line says.
         """
@@ -679,12 +641,9 @@ class TaskStore:
             read_text(path, "the file of a finished task", "remove it")
         try:
             record = parse_json(path.read_bytes())
-            content = {name: record[name] for name in ("key", "facts", "samples")}
-            # The key in the file has been through JSON, which turns tuples into lists.
-            if record["sha256"] == content_fingerprint(content) and record[
-                "key"
-            ] == json.loads(json.dumps(self._key(row))):
-                return list(record["samples"]), dict(record["facts"])
+            samples, facts = list(record["samples"]), dict(record["facts"])
+            if record["sha256"] == self._content(row, samples, facts)["sha256"]:
+                return samples, facts
         except (OSError, ValueError, KeyError, TypeError):
             pass
         if path.exists():
@@ -694,20 +653,18 @@ class TaskStore:
             )
         return None
 
-    def put(
-        self,
-        row: TaskConfig,
-        samples: Sequence[Mapping[str, Any]],
-        facts: Mapping[str, Any],
-    ) -> None:
+    def _content(self, row: TaskConfig, samples: list[Sample], facts: Row) -> Row:
+        content = {"key": self._key(row), "facts": facts, "samples": samples}
+        return {"sha256": content_fingerprint(content), **content}
+
+    def put(self, row: TaskConfig, samples: list[Sample], facts: Row) -> None:
         """Keep a finished task; the file appears whole or not at all.
 
         facts: a result's facts about the task, beside its samples.
         """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        content = {"key": self._key(row), "facts": facts, "samples": samples}
-        content = {"sha256": content_fingerprint(content), **content}
+        content = self._content(row, samples, facts)
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")
         # The journal of single answers, which the samples hold now.
         self._path(row).with_suffix(".jsonl").unlink(missing_ok=True)

@@ -14,20 +14,18 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
-from fcsd.base.text import Progress, Work
+from fcsd.base.text import Progress
 from fcsd.data.rendering import TEMPLATE_DATE, writes_date
-from fcsd.evaluation.backend import Backend, Batches, Served
+from fcsd.evaluation.backend import Backend, Batches
 from fcsd.evaluation.code import steps as code
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
     KINDS,
-    CodeTaskConfig,
     EvaluationConfig,
     SuiteConfig,
     TaskConfig,
@@ -46,12 +44,14 @@ from fcsd.evaluation.results import (
     text_hash,
     whole_result,
 )
+from fcsd.evaluation.scores import Result, Row, Rows
 from fcsd.evaluation.steps import Context, Steps
 from fcsd.model.connectivity.spec import is_converted, is_original
 from fcsd.parallel.launch import ALONE, Ranks
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
+    from fcsd.evaluation.served import ServedBackend
 
 STEPS: dict[str, Steps] = {
     "likelihood": lm_eval,
@@ -101,7 +101,6 @@ def prepare_evaluation(
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
     check_batch_size(config.batch_size, ranks)
-    data_root = Path(config.data_root) if config.data_root is not None else None
     # Only the first rank reads the store, and tells the others.
     stored = ranks.from_first(
         lambda: {
@@ -116,7 +115,7 @@ def prepare_evaluation(
     facts = {task: task_facts for task, (_, task_facts) in stored.items()}
     for row in missing:
         prepared[row.task], task_facts = STEPS[row.kind].prepare(
-            row, suite, data_root, tokenizer, items_limit(row, config.limit)
+            row, suite, config.data_folder, tokenizer, items_limit(row, config.limit)
         )
         facts[row.task] = task_facts
         if KINDS[row.kind].distance and original is not None:
@@ -134,12 +133,21 @@ def prepare_evaluation(
     # The sandbox starts last, since it runs all canonical solutions at once.
     with contextlib.ExitStack() as stack:
 
-        def start() -> dict[str, Any]:
-            """Start the sandbox, one for all ranks, and return its layers."""
+        def start() -> Row:
+            """Start the sandbox, one for all ranks, which must pass the canonical
+            solutions; return its layers.
+            """
             nonlocal scorer
             scorer = stack.enter_context(
-                _checked_scorer(code_rows, prepared, config, progress)
+                CodeScorer(
+                    allow_weak_sandbox=config.allow_weak_sandbox, progress=progress
+                )
             )
+            for row in code_rows:
+                try:
+                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s)
+                except ScorerError as error:
+                    raise ScorerError(f"task {row.task}: {error}") from error
             return scorer.layers
 
         if code_rows:
@@ -186,25 +194,6 @@ def check_original(rows: Iterable[TaskConfig], original: Any) -> None:
             )
 
 
-@contextlib.contextmanager
-def _checked_scorer(
-    code_rows: Sequence[CodeTaskConfig],
-    prepared: Mapping[str, Any],
-    config: EvaluationConfig,
-    progress: bool,
-) -> Iterator[CodeScorer]:
-    """Yield a scorer that has passed the canonical solutions of these tasks."""
-    with CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox) as scorer:
-        for row in code_rows:
-            try:
-                scorer.self_check(
-                    prepared[row.task], timeout_s=row.timeout_s, progress=progress
-                )
-            except ScorerError as error:
-                raise ScorerError(f"task {row.task}: {error}") from error
-        yield scorer
-
-
 @dataclass(frozen=True)
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
@@ -218,15 +207,14 @@ class PreparedEvaluation:
     finished: Samples
     missing: Sequence[TaskConfig]
     prepared: Mapping[str, Any]
-    facts: Mapping[str, Mapping[str, Any]]
+    facts: Rows
     store: TaskStore | None
 
-    def check_server(self, served: Served) -> None:
+    def check_server(self, served: "ServedBackend") -> None:
         """Refuse a task that the server cannot answer. It is not asked."""
         for row in self.missing:
-            limit = items_limit(row, self.context.config.limit)
             items = self.prepared[row.task]
-            STEPS[row.kind].check_server(row, items, limit, served)
+            STEPS[row.kind].check_server(row, items, served, self.context)
 
     def check_positions(self, config: Any) -> None:
         """Refuse a task whose prompts and answers do not fit a model's positions.
@@ -235,14 +223,14 @@ class PreparedEvaluation:
         """
         for row in self.missing:
             items = self.prepared[row.task]
-            STEPS[row.kind].check_positions(row, items, config, self.context.tokenizer)
+            STEPS[row.kind].check_positions(row, items, config, self.context)
 
     def __call__(
         self,
         model: PreTrainedModel,
         name: str,
         batches: Batches | None = None,
-    ) -> tuple[dict[str, Any], Samples]:
+    ) -> tuple[Result, Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
         config, backend = self.context.config, self.context.in_memory(model, batches)
         if config.capacity_factor is None:
@@ -261,15 +249,16 @@ class PreparedEvaluation:
         result["settings"]["dropped_share"] = dropped / total if total else None
         return result, samples
 
-    def evaluate(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
+    def evaluate(self, backend: Backend, name: str) -> tuple[Result, Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
-        samples = dict(self.finished)
+        samples, context = dict(self.finished), self.context
         facts = {task: dict(task_facts) for task, task_facts in self.facts.items()}
-        progress = Progress(
-            {row.task: self._work(row) for row in self.missing}, len(self.finished)
-        )
-        context = self.context
+        work = {
+            row.task: STEPS[row.kind].work(row, self.prepared[row.task], context)
+            for row in self.missing
+        }
+        progress = Progress(work, len(self.finished))
         answered_by = backend.settings()
         self._tell_unused(name, answered_by["generation_config_unused"])
         with backend.asking():
@@ -286,13 +275,11 @@ class PreparedEvaluation:
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
+                    kept = f"{len(samples)} finished tasks are"
                     if len(samples) == 1:
-                        count_text = "finished task is"
-                    else:
-                        count_text = f"{len(samples)} finished tasks are"
-                    kind = UserError if isinstance(error, UserError) else ScorerError
-                    raise kind(
-                        f"{error} (the {count_text} kept; run again to continue)"
+                        kept = "finished task is"
+                    raise type(error)(
+                        f"{error} (the {kept} kept; run again to continue)"
                     ) from error
                 facts[row.task] |= noted
                 # Each task is kept as soon as it is finished, so a kill loses no
@@ -303,11 +290,6 @@ class PreparedEvaluation:
         result = self._result(answered_by, ordered, facts, name)
         seconds = context.ranks.from_first(lambda: time.monotonic() - start)
         return result | {"wall_s": seconds}, ordered
-
-    def _work(self, row: TaskConfig) -> Work:
-        limit = items_limit(row, self.context.config.limit)
-        items = self.prepared[row.task]
-        return STEPS[row.kind].work(row, items, limit, self.context)
 
     def _tell_unused(self, name: str, unused: Mapping[str, Any]) -> None:
         """Say which of the model's generation settings change no score."""
@@ -322,14 +304,10 @@ class PreparedEvaluation:
             )
 
     def _result(
-        self,
-        answered_by: dict[str, Any],
-        samples: Samples,
-        facts: dict[str, dict[str, Any]],
-        name: str,
-    ) -> dict[str, Any]:
+        self, answered_by: Row, samples: Samples, facts: Rows, name: str
+    ) -> Result:
         config, tokenizer = self.context.config, self.context.tokenizer
-        data_root = Path(config.data_root) if config.data_root is not None else None
+        data_root = config.data_folder
         tasks = {}
         for row in self.suite.tasks:
             task_facts = facts[row.task]
@@ -341,14 +319,7 @@ class PreparedEvaluation:
             }
         # Tasks that were finished earlier may have run in another sandbox; the result
         # records the first one.
-        sandbox = next(
-            (
-                task_facts["sandbox"]
-                for task_facts in facts.values()
-                if "sandbox" in task_facts
-            ),
-            None,
-        )
+        sandboxes = [of["sandbox"] for of in facts.values() if "sandbox" in of]
         # Results record the template and its date, since both change prompts.
         chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):
@@ -370,11 +341,13 @@ class PreparedEvaluation:
             "suite": self._recorded_suite(facts),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }
-        return whole_result(self.suite.name, name, tasks, settings, sandbox)
+        return whole_result(
+            self.suite.name, name, tasks, settings, sandboxes[0] if sandboxes else None
+        )
 
-    def _recorded_suite(self, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def _recorded_suite(self, facts: Rows) -> Row:
         """Return the suite with what its rows leave to lm-eval's definitions."""
-        suite: dict[str, Any] = self.suite.model_dump(mode="json")
+        suite: Row = self.suite.model_dump(mode="json")
         for row in suite["tasks"]:
             generation = facts[row["task"]].get("generation", {})
             row |= {key: generation[key] for key in generation if row.get(key) is None}

@@ -28,7 +28,23 @@ from fcsd.base.strict import Rule, refuse
 from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.own_text.text import figures_of
 
-Sample = Mapping[str, Any]
+Sample = dict[str, Any]
+"""An item of a task, with its answer and score: a line of `samples_<task>.jsonl`."""
+
+Row = dict[str, Any]
+"""The entry of a task in a result, or in a comparison."""
+
+Rows = Mapping[str, Row]
+"""Task -> its row."""
+
+Result = dict[str, Any]
+"""The content of `results.json`."""
+
+Comparison = dict[str, Any]
+"""What `compare` returns."""
+
+Pairs = Sequence[tuple[float, float]]
+"""The scores of original and converted model on the same items."""
 
 # Keys on which two rows must agree: those of a task in the result, and those of its
 # suite, where both results record them.
@@ -37,11 +53,16 @@ _SAME_SUITE_ROW = (
     "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
     "prompt_tokens", "seed",
 )  # fmt: skip
+# None of these is compared by itself: a change shows in the items or the prompts.
+_RECORDED = (
+    "limit", "revision", "chat_template_sha256", "template_date", "fewshot_seed", "split", "dataset_name",
+    "prompt_template", "tests",
+)  # fmt: skip
 
 
 def paired(
     original: Sequence[Sample], converted: Sequence[Sample], task: str = "task"
-) -> dict[str, Any]:
+) -> Row:
     """Compare two models on the same items of one task.
 
     delta       mean of the differences d = converted - original
@@ -60,19 +81,17 @@ def paired(
     return _paired(_join(original, converted, task))
 
 
-def _paired(
-    pairs: Sequence[tuple[float, float]], *, higher_is_better: bool = True
-) -> dict[str, Any]:
+def _paired(pairs: Pairs, *, higher_is_better: bool = True) -> Row:
     """Compare as `paired`; where less is better (own text), gained are the items with a
     lower figure, p is that of Student's paired t-test, and no share is retained.
     """
-    original_scores, converted_scores = [a for a, _ in pairs], [b for _, b in pairs]
+    original_scores, converted_scores = zip(*pairs, strict=True)
     differences = [b - a for a, b in pairs]
     gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     original_mean = math.fsum(original_scores) / len(pairs)
     converted_mean = math.fsum(converted_scores) / len(pairs)
     limits = clipped(interval(differences), shares=_shares(pairs))
-    retained = 100 * (converted_mean / original_mean) if original_mean else None
+    retained = _retained(original_mean, converted_mean)
     p_value = _mcnemar(gained, lost)
     if not higher_is_better:
         gained, lost, retained = lost, gained, None
@@ -121,13 +140,11 @@ def _paired_t(differences: Sequence[float]) -> float:
     return float(2 * t.sf(abs(mean) / error, len(differences) - 1))
 
 
-def _shares(pairs: Sequence[tuple[float, float]]) -> bool:
+def _shares(pairs: Pairs) -> bool:
     return all(score in (0, 1) for pair in pairs for score in pair)
 
 
-def _join(
-    original: Sequence[Sample], converted: Sequence[Sample], task: str
-) -> list[tuple[float, float]]:
+def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> Pairs:
     if not original or not converted:
         raise UserError(
             f"{task}: no samples to compare; evaluate both models on the same suite"
@@ -176,7 +193,7 @@ def compare(
     original: Mapping[str, Any],
     converted: Mapping[str, Any],
     only: Sequence[str] | None = None,
-) -> dict[str, Any]:
+) -> Comparison:
     """Compare all tasks of two evaluations, and the plain mean over the headline tasks;
     docs/results.md has the keys.
 
@@ -194,8 +211,9 @@ def compare(
             do not match; a metric of lm-eval of which less is better.
     """
     original_result, converted_result = original["result"], converted["result"]
-    tasks: dict[str, Any] = {}
-    scores: dict[str, list[tuple[float, float]]] = {}
+    results = {"original": original_result, "converted": converted_result}
+    tasks: dict[str, Row] = {}
+    scores: dict[str, Pairs] = {}
     for task in _common(original_result["tasks"], converted_result["tasks"], only):
         row = original_result["tasks"][task]
         refuse(*_same_rules(task, original_result, converted_result), where=f"{task}: ")
@@ -210,7 +228,6 @@ def compare(
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
         } | _paired(pairs, higher_is_better=not KINDS[row["kind"]].distance)
-        results = {"original": original_result, "converted": converted_result}
         if KINDS[row["kind"]].distance:
             tasks[task] |= _own_text(original_samples, converted_samples)
             tasks[task]["lower_bound"] = [
@@ -218,7 +235,12 @@ def compare(
                 for side, result in results.items()
                 if is_bound(result["tasks"][task])
             ]
-        tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
+        floor = tasks[task]["floor"] = floor_of(row, original_samples)
+        tasks[task]["at_floor"] = [
+            side
+            for side in results
+            if at_floor(tasks[task][side], tasks[task][f"{side}_stderr"], floor)
+        ]
         # Answers that were cut, or have thoughts, may explain a lower score.
         for side, result in results.items():
             for kind in ("at_limit", "with_thoughts"):
@@ -232,50 +254,31 @@ def compare(
             }
     _decide(tasks)
     # A limit on either side makes the comparison a quick look.
-    limits = [
-        evaluation["settings"]["limit"]
-        for evaluation in (original_result, converted_result)
-        if evaluation["settings"]["limit"] is not None
-    ]
+    limits = [result["settings"]["limit"] for result in results.values()]
+    limits = [limit for limit in limits if limit is not None]
     return {
         "complete": not limits,
         "limit": min(limits, default=None),
         "tasks": tasks,
-        "mean": _mean(
-            {task: row for task, row in tasks.items() if row["headline"]}, scores
-        ),
+        "mean": _mean(tasks, scores),
         "kinds": {
-            group: _mean(
-                {task: row for task, row in of_group.items() if row["headline"]}, scores
-            )
+            group: _mean(of_group, scores)
             for group, of_group in by_group(tasks).items()
         },
     }
 
 
-def by_group(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def by_group(tasks: Rows) -> dict[str, dict[str, Row]]:
     """Sort tasks by what their scores have seen: "likelihood" of given answers, or
     "generation", what the model writes (answers, programs, own text).
     """
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Row]] = {}
     for task, row in tasks.items():
         groups.setdefault(KINDS[row["kind"]].group, {})[task] = row
     return groups
 
 
-def _floor(row: Mapping[str, Any], floor: float | None) -> dict[str, Any]:
-    """Return a task's floor, and which of the two models are at it."""
-    sides = [
-        side
-        for side in ("original", "converted")
-        if at_floor(row[side], row[f"{side}_stderr"], floor)
-    ]
-    return {"floor": floor, "at_floor": sides}
-
-
-def _own_text(
-    original: Sequence[Sample], converted: Sequence[Sample]
-) -> dict[str, Any]:
+def _own_text(original: Sequence[Sample], converted: Sequence[Sample]) -> Row:
     """Return both sides' figures of own text, paired by prompt."""
     items = {sample["doc_id"]: figures_of(sample) for sample in original}
     pairs = [(items[sample["doc_id"]], figures_of(sample)) for sample in converted]
@@ -289,7 +292,7 @@ def _own_text(
     return {"metrics": figures}
 
 
-def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
+def _decide(tasks: Rows) -> None:
     """Give each task its corrected p and its verdict."""
     # The original has no distance from itself: nothing is to be tested.
     rows = []
@@ -317,9 +320,7 @@ def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _common(
-    original_tasks: Mapping[str, Any],
-    converted_tasks: Mapping[str, Any],
-    only: Sequence[str] | None,
+    original_tasks: Rows, converted_tasks: Rows, only: Sequence[str] | None
 ) -> list[str]:
     common_tasks = [task for task in original_tasks if task in converted_tasks]
     if only is not None:
@@ -346,7 +347,7 @@ def _common(
 
 
 def _same_rules(
-    task: str, original_result: Mapping[str, Any], converted_result: Mapping[str, Any]
+    task: str, original_result: Result, converted_result: Result
 ) -> Iterator[Rule]:
     """Yield what may not be of a task in two results that are compared."""
     scored = original_result["tasks"][task], converted_result["tasks"][task]
@@ -379,50 +380,35 @@ def _same_rules(
             )
 
 
-def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
+def _suite_row(result: Result, task: str) -> Row:
     rows = result["settings"].get("suite", {}).get("tasks", [])
-    row: dict[str, Any] = next((row for row in rows if row["task"] == task), {})
+    row: Row = next((row for row in rows if row["task"] == task), {})
     # null and false both ask for no thoughts
     return row | {"thinking": bool(row["thinking"])} if "thinking" in row else row
 
 
-def _recorded(
-    task: str, original_result: Mapping[str, Any], converted_result: Mapping[str, Any]
-) -> str:
+def _recorded(task: str, original_result: Result, converted_result: Result) -> str:
     """Name the settings that would explain samples that do not match."""
 
-    # None of these is compared by itself: a change shows in the items or the prompts.
-    def recorded(result: Mapping[str, Any]) -> dict[str, Any]:
-        settings, row = result["settings"], _suite_row(result, task)
-        return {
-            "limit": settings["limit"],
-            "revision": result["tasks"][task].get("revision"),
-            **{
-                key: settings.get(key)
-                for key in ("chat_template_sha256", "template_date", "fewshot_seed")
-            },
-            **{
-                key: row.get(key)
-                for key in ("split", "dataset_name", "prompt_template", "tests")
-            },
-        }
+    def recorded(result: Result) -> Row:
+        revision = {"revision": result["tasks"][task].get("revision")}
+        return _suite_row(result, task) | result["settings"] | revision
 
-    original_settings = recorded(original_result)
-    converted_settings = recorded(converted_result)
+    original, converted = recorded(original_result), recorded(converted_result)
     changes = [
-        f"{key} {original_settings[key]} against {converted_settings[key]}"
-        for key in original_settings
-        if original_settings[key] != converted_settings[key]
+        f"{key} {original.get(key)} against {converted.get(key)}"
+        for key in _RECORDED
+        if original.get(key) != converted.get(key)
     ]
     return f" (recorded: {'; '.join(changes)})" if changes else ""
 
 
-def _mean(
-    tasks: Mapping[str, Any], scores: Mapping[str, Sequence[tuple[float, float]]]
-) -> dict[str, Any] | None:
+def _mean(tasks: Rows, scores: Mapping[str, Pairs]) -> Row | None:
+    """Compare the plain means over the tasks that count; None where none does."""
+    tasks = {task: row for task, row in tasks.items() if row["headline"]}
     if not tasks:
         return None
-    mean: dict[str, Any] = {"num_tasks": len(tasks)}
+    mean: Row = {"num_tasks": len(tasks)}
     for key in ("original", "converted", "delta"):
         mean[key], mean[f"{key}_stderr"] = plain_mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
@@ -451,16 +437,15 @@ def _mean(
         mean["verdict"] = "at the floor"
     else:
         mean["verdict"] = "within noise"
-    if mean["original"]:
-        mean["retained_percent"] = 100 * (mean["converted"] / mean["original"])
-    else:
-        mean["retained_percent"] = None
+    mean["retained_percent"] = _retained(mean["original"], mean["converted"])
     return mean
 
 
-def floor_of(
-    row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
-) -> float | None:
+def _retained(original: float, converted: float) -> float | None:
+    return 100 * (converted / original) if original else None
+
+
+def floor_of(row: Row, samples: Sequence[Sample]) -> float | None:
     """Return a task's floor, what a model of random answers gets: that of its suite or
     of its result, else one in the number of choices of each item, or 0 for what is
     written; None if unknown, and for own text.
@@ -484,7 +469,7 @@ def floor_of(
     return fmean(1 / count if count > 1 else 0.0 for count in counts)
 
 
-def is_bound(row: Mapping[str, Any]) -> bool:
+def is_bound(row: Row) -> bool:
     """Tell whether a task's figure is a lower bound, as behind a server; that of the
     original itself is 0 there, too.
 

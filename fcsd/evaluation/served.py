@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
+from fcsd.evaluation.config import ServerConfig
 from fcsd.evaluation.identity import difference_from_server
 from fcsd.evaluation.results import Journal
 from fcsd.evaluation.server import Body, Server
@@ -41,11 +42,13 @@ class ServedBackend:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerConfig,
         model: ModelFolder,
         tokenizer: PreTrainedTokenizerBase,
     ):
-        self.server, self.model, self.tokenizer = server, model, tokenizer
+        self.server = Server(server.url, concurrency=server.concurrency)
+        self.server.look(model.config.path)
+        self.model, self.tokenizer = model, tokenizer
         self.config = model.load_config(any_family=model.config.trust_remote_code)
         # The same two sources as `from_pretrained` has for a model in memory.
         if (model.folder / "generation_config.json").is_file():
@@ -65,22 +68,7 @@ class ServedBackend:
         """Check that the server serves this model; `load` loads it into memory, where
         it is freed afterwards.
         """
-
-        def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
-            bodies = [
-                {"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows
-            ]
-            # A separate journal: these answers belong to no task.
-            return [
-                logprobs
-                for logprobs, _ in self.responses(
-                    "likelihood", bodies, Journal(), quietly=True
-                )
-            ]
-
-        self.checked = difference_from_server(
-            self.server, ask, self.model, self.tokenizer, load
-        )
+        self.checked = difference_from_server(self, load)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -108,16 +96,7 @@ class ServedBackend:
         """Return the new tokens after each prompt, special ones and what follows an end
         included.
         """
-        bodies: list[Body] = [
-            {
-                "prompt": list(question.prompt),
-                "max_tokens": question.reader.limit,
-                "stop_token_ids": self.ends,
-                "skip_special_tokens": False,
-                **_sampled(question),
-            }
-            for question in questions
-        ]
+        bodies = [self._body(question, special=True) for question in questions]
         texts = []
         for answer in self.responses("generation", bodies):
             if not isinstance(answer, list):
@@ -147,15 +126,9 @@ class ServedBackend:
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions."""
         reading = [question.reader for question in questions]
-        bodies: list[Body] = [
-            {
-                "prompt": list(question.prompt),
-                "max_tokens": question.reader.limit,
-                "stop": question.reader.early_stop,
-                "stop_token_ids": self.ends,
-                "skip_special_tokens": not question.reader.reads_special,
-                **_sampled(question),
-            }
+        bodies = [
+            self._body(question, special=question.reader.reads_special)
+            | {"stop": question.reader.early_stop}
             for question in questions
         ]
         answers = self.responses("generation", bodies)
@@ -171,6 +144,15 @@ class ServedBackend:
             else reader.text(answer["text"], answer["at_limit"])
             for reader, answer in zip(reading, answers, strict=True)
         ]
+
+    def _body(self, question: Question, *, special: bool) -> Body:
+        return {
+            "prompt": list(question.prompt),
+            "max_tokens": question.reader.limit,
+            "stop_token_ids": self.ends,
+            "skip_special_tokens": not special,
+            **_sampled(question),
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return the facts that a result records: the engine, and how the model was

@@ -84,7 +84,6 @@ class Server:
         self.prompt_logprobs, self.token_ids = False, False
         self.context: int | None = None
         self.facts: dict[str, Any] = {}
-        self._parallelism: str | None = None
         self._engine = ""
         key = os.environ.get(API_KEY)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -94,29 +93,22 @@ class Server:
         one with the name or path `model`.
         """
         cards = self._get("/v1/models").get("data")
-        if (
-            not isinstance(cards, list)
-            or not cards
-            or not all(isinstance(card, dict) for card in cards)
-        ):
+        known = isinstance(cards, list) and all(isinstance(c, dict) for c in cards)
+        if not cards or not known:
             raise self.error(
                 "lists no model at /v1/models: this is not an OpenAI-compatible server"
             )
         # A model may be served under its name or under its path.
         names = {model, str(Path(model).resolve())}
-        matching_cards = [
-            card
-            for card in cards
-            if names & {str(card.get("id")), str(card.get("root"))}
-        ]
+        named = [c for c in cards if names & {str(c.get("id")), str(c.get("root"))}]
         # A card with a parent is an adapter.
-        base_cards = [card for card in cards if not card.get("parent")]
-        if len(chosen := matching_cards[:1] or base_cards) != 1:
+        chosen = named[:1] or [card for card in cards if not card.get("parent")]
+        if len(chosen) != 1:
             served = ", ".join(str(card.get("id")) for card in cards)
             raise self.error(
                 f"serves {served}, none of them named {model}; serve only {model}"
             )
-        card = chosen[0]
+        (card,) = chosen
         self.model, self.root = str(card.get("id")), str(card.get("root") or "")
         self.context = int(card["max_model_len"]) if card.get("max_model_len") else None
         # vLLM and SGLang describe themselves under different paths; other servers may
@@ -128,23 +120,20 @@ class Server:
         dtype = (vllm.get("model_config") or {}).get("dtype") or info.get("dtype")
         version = self._optional("/version").get("version") or info.get("version")
         # SGLang's sizes; vLLM's come from an answer's fingerprint (`_probe`).
-        sizes = {
-            "tp": info.get("tp_size"),
-            "dp": info.get("dp_size"),
-            "ep": info.get("ep_size"),
-        }
-        self._parallelism = (
-            "-".join(f"{name}{n}" for name, n in sizes.items() if n and n != 1) or None
-        )
+        sizes = {name: info.get(f"{name}_size") for name in ("tp", "dp", "ep")}
+        sizes = {name: size for name, size in sizes.items() if size and size != 1}
+        self._probe()
+        words = self._engine.split("-")[2:] or [
+            f"{n}{size}" for n, size in sizes.items()
+        ]
         self.facts = {
             "engine": str(card.get("owned_by") or "unknown"),
             "version": str(version) if version else None,
-            "dtype": (
-                str(dtype).removeprefix("torch.") if dtype and dtype != "auto" else None
-            ),
+            "dtype": str(dtype or "auto").removeprefix("torch."),
+            "parallelism": "-".join(words) or None,
         }
-        self._probe()
-        self.facts["parallelism"] = self._parallelism
+        if self.facts["dtype"] == "auto":
+            self.facts["dtype"] = None
 
     def _probe(self) -> None:
         """Learn the fields of an answer, and vLLM's fingerprint, from one request."""
@@ -163,8 +152,6 @@ class Server:
         self.prompt_logprobs = len(choice.get("prompt_logprobs") or ()) == 2
         self.token_ids = choice.get("token_ids") is not None
         self._engine = _engine_of(answer)
-        if words := self._engine.split("-")[2:]:
-            self._parallelism = "-".join(words)
 
     def ask(self, body: Body) -> Body:
         """Ask once, and return the whole answer; tried again only where the server asks
@@ -207,13 +194,7 @@ class Server:
                 try:
                     answer = await self._patiently(client, bodies[number], outage)
                     answers[number] = read(number, answer)
-                except (
-                    KeyError,
-                    IndexError,
-                    TypeError,
-                    ValueError,
-                    AttributeError,
-                ) as error:
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
                     raise self.error(
                         "answers /v1/completions without the requested fields"
                         f" ({one_line(error)})"
@@ -243,11 +224,8 @@ class Server:
         while True:
             try:
                 if dropped:  # the server may be back with another model
-                    self._require_same(
-                        self._body(
-                            await client.get(f"{self.url}/v1/models"), "/v1/models"
-                        )
-                    )
+                    models = await client.get(f"{self.url}/v1/models")
+                    self._require_same(self._body(models, "/v1/models"))
                     dropped = False
                 response = await client.post(
                     f"{self.url}/v1/completions", json={"model": self.model, **body}
@@ -270,13 +248,8 @@ class Server:
             except (httpx2.TransportError, _Retry) as error:
                 now_s, text = time.monotonic(), one_line(error)
                 first_failure_s = first_failure_s or now_s
-                if (
-                    max(
-                        outage.lasted(self.url, text, now_s),
-                        (now_s - first_failure_s) / 4,
-                    )
-                    > PATIENCE_S
-                ):
+                lasted_s = outage.lasted(self.url, text, now_s)
+                if max(lasted_s, (now_s - first_failure_s) / 4) > PATIENCE_S:
                     raise self.error(
                         f"has not answered for {PATIENCE_S:g} s ({text}); start it"
                         " again as before and run the same command: fcsd has kept the"
@@ -334,10 +307,9 @@ class Server:
             raise self.error(f"{reason} (HTTP {status})")
         # Overload and outages pass, so the caller asks again.
         if status in _RETRIED:
-            retry_after = response.headers.get("retry-after", "")
-            raise _Retry(
-                f"HTTP {status}", float(retry_after) if retry_after.isdigit() else 0.0
-            )
+            after = response.headers.get("retry-after", "")
+            after_s = float(after) if after.isdigit() else 0.0
+            raise _Retry(f"HTTP {status}", after_s)
         try:
             body = response.json()
         except ValueError:

@@ -1,7 +1,7 @@
 """Evaluate one model on a suite, in a folder with a manifest: in memory or behind a
 server, with or without a recipe.
 
-    evaluation = PlannedEvaluation("MODEL", EvaluatedFolder(model), suite, config)
+    evaluation = PlannedEvaluation("MODEL", model, suite, config)
     result = run_evaluation(evaluation, folder, launch)
 
 Not covered: a model's measurements other than scores (`fcsd.pipeline.reference`).
@@ -16,18 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import content_fingerprint, read_json, tokenizer_files
 from fcsd.base.memory import free_memory
 from fcsd.base.writing import new_folder
-from fcsd.evaluation.backend import Served
 from fcsd.evaluation.config import (
     KINDS,
     EvaluationConfig,
-    ServerConfig,
     SuiteConfig,
     check_batch_size,
     check_server,
@@ -47,63 +45,17 @@ from fcsd.evaluation.runner import (
     check_original,
     prepare_evaluation,
 )
-from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
 from fcsd.parallel.place import load_for_evaluation
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
+    from fcsd.evaluation.served import ServedBackend
 
 FINISHED_TASKS = "finished-tasks"
 Measure = Callable[[PreTrainedModel], dict[str, Any]]
 """Measures a model beside its scores, for its result."""
-
-
-@dataclass(frozen=True)
-class EvaluatedFolder:
-    """A checkpoint, evaluated in memory or behind a server.
-
-    device_map: for one process, as in transformers.
-    """
-
-    checkpoint: ModelFolder
-    device_map: Any = None
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.checkpoint.config
-
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    def fingerprints(self, name: str) -> dict[str, Any]:
-        """Return the fingerprints that identify it as an input of a stage."""
-        return self.checkpoint.fingerprints(name)
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load its tokenizer."""
-        return self.checkpoint.load_tokenizer()
-
-    def model_config(self) -> Any:
-        """Load the config of its model, without weights."""
-        return self.checkpoint.load_config(any_family=True)
-
-    def load(self, launch: Launch) -> PreTrainedModel:
-        """Load it in eval mode, as a rank of the launch holds it."""
-        return load_for_evaluation(self.checkpoint, launch, device_map=self.device_map)
-
-    def served(
-        self, server: ServerConfig, tokenizer: PreTrainedTokenizerBase
-    ) -> Served:
-        """Return the server that answers for it."""
-        from fcsd.evaluation.served import ServedBackend
-        from fcsd.evaluation.server import Server
-
-        client = Server(server.url, concurrency=server.concurrency)
-        client.look(self.config.path)
-        return ServedBackend(client, self.checkpoint, tokenizer)
 
 
 class ReferenceLike(Protocol):
@@ -130,29 +82,28 @@ class PlannedEvaluation:
     name: the model's name in the result. config: batch size, limit, data root, cache,
     server and sandbox. reference: of a model of a recipe. server_check: first check
     which model is served. original: what tasks of kind own_text compare with.
-    texts_of_original: what it has written, for evaluations that share it.
+    texts_of_original: what it has written, for evaluations that share it. device_map:
+    of both models, for one process, as in transformers.
     """
 
     name: str
-    model: EvaluatedFolder
+    model: ModelFolder
     suite: SuiteConfig
     config: EvaluationConfig
     reference: ReferenceLike | None = None
     server_check: bool = True
-    original: EvaluatedFolder | None = None
+    original: ModelFolder | None = None
     texts_of_original: dict[str, Any] = dataclasses.field(default_factory=dict)
+    device_map: Any = None
+
+    def load(self, model: ModelFolder, launch: Launch) -> PreTrainedModel:
+        """Load a model in eval mode, as a rank of the launch holds it."""
+        return load_for_evaluation(model, launch, device_map=self.device_map)
 
     @property
     def writes_own_text(self) -> bool:
         """Whether a task compares the model with its original."""
         return any(KINDS[row.kind].distance for row in self.suite.tasks)
-
-    @property
-    def data_root(self) -> Path | None:
-        """The folder in hub layout that test sets are read from; None: the Hub."""
-        if self.config.data_root is None:
-            return None
-        return Path(self.config.data_root)
 
     @property
     def answered_by(self) -> dict[str, Any]:
@@ -201,7 +152,7 @@ class PlannedEvaluation:
             fingerprints |= self.reference.inputs()
         if self.writes_own_text and self.original is not None:
             fingerprints |= self.original.fingerprints("original")
-        return fingerprints | test_set_fingerprints(self.suite, self.data_root)
+        return fingerprints | test_set_fingerprints(self.suite, self.config.data_folder)
 
 
 def run_evaluation(
@@ -237,10 +188,12 @@ def run_evaluation(
         _drop_finished_tasks(stage, launch)
         return None
     free_memory()  # of the trainings before
-    tokenizer = model.tokenizer()
+    tokenizer = model.load_tokenizer()
     backend = None  # the model is in memory
     if config.server is not None:
-        backend = model.served(config.server, tokenizer)
+        from fcsd.evaluation.served import ServedBackend
+
+        backend = ServedBackend(config.server, model, tokenizer)
     store = _store(evaluation, stage, stage.inputs, backend)
     # A mistake in tasks or data shows before the weights are read.
     with prepare_evaluation(
@@ -252,20 +205,20 @@ def run_evaluation(
         original=_original(evaluation, stage, launch),
     ) as prepared:
         measure = None
-        prepared.check_positions(model.model_config())
+        prepared.check_positions(model.load_config(any_family=True))
         if backend is not None:
             prepared.check_server(backend)
             if evaluation.server_check:
-                backend.identify(lambda: model.load(launch))
+                backend.identify(lambda: evaluation.load(model, launch))
         # The original is read before the model is loaded: a device may not hold both.
         if evaluation.reference is not None:
             measure = evaluation.reference.measure(tokenizer, launch)
         if backend is not None:
             result, samples = prepared.evaluate(backend, evaluation.name)
             if measure is not None:
-                result |= measure(model.load(launch))
+                result |= measure(evaluation.load(model, launch))
         else:
-            loaded = model.load(launch)
+            loaded = evaluation.load(model, launch)
             result, samples = prepared(loaded, evaluation.name)
             if measure is not None:
                 result |= measure(loaded)
@@ -287,7 +240,7 @@ def _original(
 
     @contextlib.contextmanager
     def loaded() -> Iterator[PreTrainedModel]:
-        yield original.load(launch)
+        yield evaluation.load(original, launch)
         free_memory()
 
     of_original = dataclasses.replace(evaluation, model=original)
@@ -301,8 +254,8 @@ def _original(
     asked = tokenizer_files(evaluation.model.folder)
     if asked != tokenizer_files(original.folder):
         refuse_other_tokenizer(
-            original.tokenizer(),
-            evaluation.model.tokenizer(),
+            original.load_tokenizer(),
+            evaluation.model.load_tokenizer(),
             "the original",
             may_lack=True,
             advice=OF_ORIGINAL,
@@ -322,7 +275,7 @@ def _store(
     evaluation: PlannedEvaluation,
     stage: Stage,
     inputs: Mapping[str, Any],
-    backend: Served | None = None,
+    backend: "ServedBackend | None" = None,
 ) -> TaskStore:
     """Return the store of finished tasks, keyed by the fingerprints of the model and
     its settings, never by a path.
@@ -330,18 +283,14 @@ def _store(
     inputs: fingerprints of the stage's inputs. backend: the server that answers for the
     model, if any.
     """
-    config, loading = evaluation.config, dict[str, Any]()
-    if evaluation.reference is not None:
-        loading = evaluation.loading
+    config, served = evaluation.config, {}
     if backend:
         # Another engine, or another configuration of it, rounds differently.
         served = {"server": {**backend.facts, "checked": evaluation.server_check}}
-    else:
-        served = {}
     identity = {
         **{name: inputs[name] for name in ("model", "connectivity")},
         "configuration": configuration_fingerprint(evaluation.model.folder),
-        "loading": loading,
+        "loading": evaluation.loading if evaluation.reference is not None else {},
         **served,
         **config.capacity,
         "limit": config.limit,

@@ -2,7 +2,7 @@
 that answers (`KINDS` in `fcsd.evaluation.config` has what holds of it without a model).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.text import Work
-from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, Served
+from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
+from fcsd.evaluation.config import (
+    EvaluationConfig,
+    SuiteConfig,
+    TaskBase,
+    items_limit,
+)
+from fcsd.evaluation.scores import Row, Sample
 from fcsd.parallel.launch import Ranks
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.measure import Original
+    from fcsd.evaluation.served import ServedBackend
 
 
-Answered = tuple[list[dict[str, Any]], dict[str, Any]]
+Answered = tuple[list[Sample], Row]
 """The samples of a task, and facts about its answers."""
 
 
@@ -38,6 +45,10 @@ class Context:
     scorer: CodeScorer | None = None
     original: "Original | None" = None
 
+    def limit(self, row: TaskBase) -> int | None:
+        """Return the number of first items of a task that are evaluated; None: all."""
+        return items_limit(row, self.config.limit)
+
     def in_memory(
         self, model: PreTrainedModel, batches: Batches | None = None
     ) -> InMemoryBackend:
@@ -55,7 +66,7 @@ class Context:
 class Steps(Protocol):
     """The steps of a task. row: one of the suite's. items: as `prepare` returns them.
 
-    limit: the number of first items that are evaluated; None: all.
+    limit: as `Context.limit`.
     """
 
     def prepare(
@@ -65,21 +76,21 @@ class Steps(Protocol):
         data_root: Path | None,
         tokenizer: Any,
         limit: int | None,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, Row]:
         """Read the items and check them, before a model is loaded; also return the
         facts of the result that are known then: `num_items_total`, `higher_is_better`.
         """
 
-    def work(self, row: Any, items: Any, limit: int | None, context: Context) -> Work:
+    def work(self, row: Any, items: Any, context: Context) -> Work:
         """Estimate the work that the task asks of the model."""
 
     def check_server(
-        self, row: Any, items: Any, limit: int | None, served: Served
+        self, row: Any, items: Any, served: "ServedBackend", context: Context
     ) -> None:
         """Refuse a task that a server cannot answer; the server is not asked."""
 
     def check_positions(
-        self, row: Any, items: Any, config: Any, tokenizer: Any
+        self, row: Any, items: Any, config: Any, context: Context
     ) -> None:
         """Refuse prompts and answers that do not fit the positions of a model with this
         config.
@@ -89,7 +100,7 @@ class Steps(Protocol):
         self,
         row: Any,
         items: Any,
-        facts: Mapping[str, Any],
+        facts: Row,
         backend: Backend,
         context: Context,
     ) -> Answered:
@@ -103,11 +114,6 @@ class Steps(Protocol):
         """Yield the ids of all items, and what of each a training must not have seen."""
 
     def prompts(
-        self,
-        row: Any,
-        suite: SuiteConfig,
-        data_root: Path | None,
-        tokenizer: Any,
-        limit: int | None,
+        self, row: Any, items: Any, tokenizer: Any, limit: int | None
     ) -> list[list[int]]:
         """Return the items' prompts as tokens."""

@@ -108,17 +108,15 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
         return suite
     rows = []
     for row in suite.tasks:
-        row_changes = {
-            key: value
-            for key, value in changes.items()
-            if key != "thinking" or KINDS[row.kind].writes
-        }
         # Only keys that were set, so that the rules of each kind see a row as in a
         # file.
         kept = row.model_dump(mode="json", exclude_unset=True)
         answers = changes.get("chat_template") and not row.chat_template
         if answers and row.kind == "code" and row.tests == "all":
             kept.pop("stop", None)
+        row_changes = dict(changes)
+        if not KINDS[row.kind].writes:
+            row_changes.pop("thinking", None)
         rows.append(kept | row_changes)
     changed = validate(
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
@@ -139,10 +137,9 @@ def chosen_suite(
         raise UserError(f"{include_path}: no such folder (include path)")
     rows = {row.task: row for row in suite.tasks}
     tasks: list[TaskBase | dict[str, Any]] = []
+    user_tasks = {}
     if include_path is not None:
         user_tasks = read_definitions([include_path], defaults=False)
-    else:
-        user_tasks = {}
     # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
     for name in names:
         if name in user_tasks:
@@ -156,8 +153,8 @@ def chosen_suite(
         row.task if isinstance(row, TaskBase) else row["task"]: row for row in tasks
     }
     tasks = list(by_name.values())
-    # tasks that the user named count
-    if not any(_is_headline(row) for row in tasks):
+    # tasks that the user named count; those of lm-eval do anyway
+    if all(isinstance(row, TaskBase) and not row.headline for row in tasks):
         tasks = [_as_headline(row) for row in tasks]
     where = f"--tasks {','.join(names)}"
     selection = validate(
@@ -168,14 +165,8 @@ def chosen_suite(
     )
 
 
-def _is_headline(row: TaskBase | dict[str, Any]) -> bool:
-    return row.headline if isinstance(row, TaskBase) else row.get("headline", True)
-
-
 def _as_headline(row: Any) -> Any:
     """Return a row that counts in the mean, in which a divergence has no place."""
-    if not isinstance(row, TaskBase):
-        return row | {"headline": True}
     distance = KINDS[row.kind].distance
     return row if distance else row.model_copy(update={"headline": True})
 

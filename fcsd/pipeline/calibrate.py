@@ -34,11 +34,11 @@ from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.recipe.layout import MAIN
@@ -232,21 +232,20 @@ def measure_calibrated(
     text compare it with the original.
     """
     run, launch = Run(recipe, launch), launch.for_evaluation()
-    original = EvaluatedFolder(run.original)
-    calibrated = EvaluatedFolder(ModelFolder(run.original.config, out))
+    calibrated = ModelFolder(run.original.config, out)
 
     @contextmanager
     def loaded() -> Iterator[Any]:
-        yield original.load(launch)
+        yield load_for_evaluation(run.original, launch)
 
     with prepare_evaluation(
-        calibrated.tokenizer(),
+        calibrated.load_tokenizer(),
         suite,
         recipe.evaluation,
         ranks=launch.ranks,
         original=Original(loaded),
     ) as evaluate:
-        result, _ = evaluate(calibrated.load(launch), str(out))
+        result, _ = evaluate(load_for_evaluation(calibrated, launch), str(out))
     return result
 
 

@@ -252,24 +252,23 @@ def _distill_all(run: Run) -> None:
 
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that exists, on the same items."""
-    from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
+    from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation
     from fcsd.pipeline.reference import Reference
 
     config = run.recipe.evaluation
     # One suite and one reference, so that all models answer the same items.
     suite = load_suite(config.suite)
     reference = Reference(run.original, run.recipe.data)
-    original, texts = EvaluatedFolder(run.original), dict[str, Any]()
+    texts: dict[str, Any] = {}
     for name in run.models():
         run.begin(evaluation(name))
-        model = EvaluatedFolder(run.model(name))
         model_evaluation = PlannedEvaluation(
             name,
-            model,
+            run.model(name),
             suite,
             config,
             reference,
-            original=original,
+            original=run.original,
             texts_of_original=texts,
         )
         folder = run.layout.evaluate / name

@@ -30,8 +30,8 @@ from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig, check_server
 from fcsd.evaluation.own_text.measure import Written, write
 from fcsd.evaluation.own_text.prompts import Prompt, prompts_in
-from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.context import Run
 
 FILE = "text.jsonl"
@@ -201,19 +201,23 @@ def _writer(
 ) -> Continue:
     """Return the original in memory, or behind its server."""
     assert source.written is not None
-    original, tokenizer = EvaluatedFolder(run.original), run.tokenizer
     if source.written.server is not None:
         server = ServerConfig(url=source.written.server)
         check_server(server, launch.ranks)
-        served = original.served(server, tokenizer)
-        served.identify(lambda: original.load(launch))
+        from fcsd.evaluation.served import ServedBackend
+
+        served = ServedBackend(server, run.original, run.tokenizer)
+        served.identify(lambda: load_for_evaluation(run.original, launch))
 
         def behind_server(prompts: Sequence[Prompt], first: int) -> list[Written]:
             return write(served, row, prompts, row.temperature, first=first)
 
         return behind_server
     backend = InMemoryBackend(
-        original.load(launch), tokenizer, source.written.batch_size, launch.ranks
+        load_for_evaluation(run.original, launch),
+        run.tokenizer,
+        source.written.batch_size,
+        launch.ranks,
     )
 
     def in_memory(prompts: Sequence[Prompt], first: int) -> list[Written]:

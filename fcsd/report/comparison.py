@@ -17,7 +17,7 @@ from fcsd.base.writing import check_folder_place, new_folder, write_json, write_
 from fcsd.evaluation.config import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result
-from fcsd.evaluation.scores import compare, floor_of, is_bound
+from fcsd.evaluation.scores import Comparison, Result, compare, floor_of, is_bound
 from fcsd.report.items import write_items
 from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
@@ -39,7 +39,7 @@ ITEMS_LINK = (
     " models, item by item.\n\n"
 )
 Evaluated = Mapping[str, Mapping[str, Any]]
-Comparisons = dict[str, dict[str, Any]]
+Comparisons = dict[str, Comparison]
 
 
 def read_evaluated(
@@ -101,22 +101,17 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
     original = next(iter(evaluated))
     parts = []
     for name, comparison in comparisons.items():
-        sentences = [
+        parts += [
+            f"{name} (model) against {original} (original)",
+            paired_table(comparison),
             *(line.replace("**", "") for line in verdict_lines(name, comparison)),
-            quick_look(comparison["limit"]),
         ]
-        title = f"{name} (model) against {original} (original)"
-        parts.append(
-            "\n\n".join([title, paired_table(comparison), *filter(None, sentences)])
-        )
-    differ = differing_settings(evaluated)
-    return "\n\n".join(
-        [
-            *parts,
-            *written_lines(evaluated),
-            *([f"Settings that differ: {differ}."] if differ else []),
-        ]
-    )
+        if look := quick_look(comparison["limit"]):
+            parts.append(look)
+    parts += written_lines(evaluated)
+    if differ := differing_settings(evaluated):
+        parts.append(f"Settings that differ: {differ}.")
+    return "\n\n".join(parts)
 
 
 def written_lines(evaluated: Evaluated) -> list[str]:
@@ -201,26 +196,19 @@ def write_details(
     dotted = " Dotted: score of random guessing." if chance else ""
     figures = _own_text_figures(evaluated, folder, colours, look)
     if scores := of_scores(comparisons):
-        plot_deltas(
-            scores, folder / "deltas.png", note=look, colours=colours, chance=chance
-        )
+        plot_deltas(scores, folder / "deltas.png", colours, look, chance)
         caption = "Difference to the original, with 95 % intervals (paired)."
         figures = {"deltas.png": f"{caption}{dotted}{mark}"} | figures
     for task, row in next(iter(comparisons.values()))["tasks"].items():
         if "members" in row:
-            rows = {
-                name: comparison["tasks"][task]
-                for name, comparison in comparisons.items()
-            }
-            plot_members(
-                task, rows, folder / f"{task}_members.png", note=look, colours=colours
-            )
-            counts = [
-                f"{name}: {members_line(of_model)}" for name, of_model in rows.items()
-            ]
-            figures[f"{task}_members.png"] = (
+            file, counts = f"{task}_members.png", ""
+            rows = {name: of["tasks"][task] for name, of in comparisons.items()}
+            plot_members(task, rows, folder / file, colours, look)
+            for name, of_model in rows.items():
+                counts += f" {name}: {members_line(of_model)}"
+            figures[file] = (
                 f"{task}: difference to the original by member (number of items)."
-                f" {' '.join(counts)}{mark}"
+                f"{counts}{mark}"
             )
     return figures | training_figures(training, folder, colours)
 
@@ -229,18 +217,12 @@ def of_scores(comparisons: Comparisons) -> Comparisons:
     """Return comparisons of the tasks with scores alone, without divergences, which
     have another unit; {} where there is none.
     """
-    return {
-        name: comparison
-        | {
-            "tasks": {
-                task: row
-                for task, row in comparison["tasks"].items()
-                if not is_distance(row)
-            }
-        }
-        for name, comparison in comparisons.items()
-        if not all(map(is_distance, comparison["tasks"].values()))
-    }
+    scores = {}
+    for name, comparison in comparisons.items():
+        rows = comparison["tasks"].items()
+        if tasks := {task: row for task, row in rows if not is_distance(row)}:
+            scores[name] = comparison | {"tasks": tasks}
+    return scores
 
 
 def _own_text_figures(
@@ -260,8 +242,8 @@ def _own_text_figures(
         }
         if models:
             plot_own_text(task, models, folder / f"{task}.png", colours, look)
-            bounds = [name for name, row in models.items() if is_bound(row)]
-            of_bounds = f" Lower bounds: {', '.join(bounds)}." if bounds else ""
+            bounds = ", ".join(name for name, row in models.items() if is_bound(row))
+            of_bounds = f" Lower bounds: {bounds}." if bounds else ""
             figures[f"{task}.png"] = (
                 f"{task}: divergence from the original along the model's own samples,"
                 " for their first tokens; growth shows errors that feed on themselves."
@@ -284,21 +266,14 @@ def write_comparison(
 
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
-        training = {
-            name: evaluation["training"]
-            for name, evaluation in evaluated.items()
-            if evaluation["training"]
-        }
+        training = {name: of["training"] for name, of in evaluated.items()}
+        training = {name: path for name, path in training.items() if path}
         figures = write_details(evaluated, comparisons, training, new, colours)
         content = {
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
-            "complete": all(
-                comparison["complete"] for comparison in comparisons.values()
-            ),
-            "models": {
-                name: evaluation["result"] for name, evaluation in evaluated.items()
-            },
+            "complete": all(of["complete"] for of in comparisons.values()),
+            "models": {name: of["result"] for name, of in evaluated.items()},
             "comparisons": comparisons,
             "settings_that_differ": _differing(evaluated),
             "versions": versions(),
@@ -319,18 +294,22 @@ def write_comparison(
         write_page(text, new / "comparison.html")
 
 
+def all_verdicts(comparisons: Comparisons) -> list[str]:
+    """Return the verdicts of all models, in lines."""
+    return [
+        line
+        for name, comparison in comparisons.items()
+        for line in verdict_lines(name, comparison)
+    ]
+
+
 def verdicts(comparisons: Comparisons, more: Sequence[str] = ()) -> list[str]:
     """Return the summary for an impatient reader, as parts of a Markdown page: the mark
     of a quick look, one line for each model and kind of tasks, and more lines.
     """
     look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
-    lines = [
-        line
-        for name, comparison in comparisons.items()
-        for line in verdict_lines(name, comparison)
-    ]
-    listed = "\n".join(f"- {line}" for line in [*lines, *more])
-    return [*([f"**{look}**"] if look else []), listed]
+    listed = "\n".join(f"- {line}" for line in [*all_verdicts(comparisons), *more])
+    return [f"**{look}**", listed] if look else [listed]
 
 
 def tables(comparisons: Comparisons) -> list[str]:
@@ -360,7 +339,7 @@ def figure_parts(figures: Mapping[str, str]) -> list[str]:
     ]
 
 
-def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
+def training_of(folder: Path, result: Result) -> Path | None:
     """Find the folder of the training that produced the model evaluated in `folder`;
     None where no candidate wrote exactly these weights.
     """
@@ -412,12 +391,11 @@ def settings_tables(evaluated: Evaluated) -> list[str]:
     ]
 
 
-def _settings(result: Mapping[str, Any]) -> dict[str, str]:
+def _settings(result: Result) -> dict[str, str]:
     """Return the settings of one evaluation, as text, beside those of its tasks."""
     settings, tasks = result["settings"], result["tasks"]
     cut = {task: row["prompts_cut"] for task, row in tasks.items() if row.get("prompts_cut")}  # fmt: skip
     limit, device = settings.get("limit"), settings.get("device")
-    factor = settings.get("capacity_factor")
     share = f"{100 * limit:g} %" if limit and limit < 1 else limit
     facts = {
         "items": f"the first {share} of every task" if limit else "all",
@@ -427,13 +405,8 @@ def _settings(result: Mapping[str, Any]) -> dict[str, str]:
         "prompts cut on the left": ", ".join(f"{task} {n}" for task, n in cut.items()),
         "date in the template": settings.get("template_date"),
         "router bias": settings.get("router_bias"),
-        "capacity factor": (
-            f"{factor:g} by {settings['capacity_drop']}" if factor else None
-        ),
-        "software": ", ".join(
-            f"{name} {version}"
-            for name, version in settings.get("versions", {}).items()
-        ),
+        "capacity factor": _capacity(settings),
+        "software": versions_text(settings),
         "sandbox": sandbox_text(result["sandbox"]) if result.get("sandbox") else None,
     }
     return {key: str(value) for key, value in facts.items() if value}
@@ -460,10 +433,8 @@ def sandbox_text(sandbox: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(name if value else f"without {name}")
         else:
-            words.append(
-                f"{name}"
-                f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            )
+            values = value if isinstance(value, list) else [value]
+            words.append(" ".join([name, *map(str, values)]))
     return ", ".join(words) or "its layers are not recorded"
 
 
@@ -487,10 +458,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
         }
         compared["engine"] = engine_of(settings)
         compared["router bias"] = settings.get("router_bias", "none")
-        factor = settings.get("capacity_factor")
-        compared["capacity factor"] = (
-            f"{factor:g} by {settings['capacity_drop']}" if factor else "none"
-        )
+        compared["capacity factor"] = _capacity(settings) or "none"
         compared |= settings.get("versions", {}) | {
             f"sandbox {layer}": state
             for layer, state in (evaluation["result"].get("sandbox") or {}).items()
@@ -507,6 +475,11 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
     }
 
 
+def _capacity(settings: Mapping[str, Any]) -> str:
+    factor = settings.get("capacity_factor")
+    return f"{factor:g} by {settings['capacity_drop']}" if factor else ""
+
+
 def engine_of(settings: Mapping[str, Any]) -> str | None:
     """Name what computed the answers: a server or this process; None if unknown."""
     if server := settings.get("server"):
@@ -518,17 +491,16 @@ def engine_of(settings: Mapping[str, Any]) -> str | None:
     return "in memory" if settings.get("device") else None
 
 
-def settings_line(result: Mapping[str, Any]) -> str:
+def settings_line(result: Result) -> str:
     """Format shots, chat template and cut prompts of each task, dtype, decoding and
     versions in one line.
     """
     settings = result["settings"]
     tasks = []
     for task, row in result["tasks"].items():
-        text = (
-            f"{task}"
-            f" {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
-        )
+        text = f"{task} {row['num_fewshot']}-shot"
+        if row.get("chat_template"):
+            text += ", chat template"
         if cut := row.get("prompts_cut"):
             text += (
                 f", {cut} of {row['num_items']} prompts cut on the left to fit the"
@@ -541,15 +513,16 @@ def settings_line(result: Mapping[str, Any]) -> str:
         if closing := row.get("thoughts_closed_by"):
             text += f", {closing!r} added to prompts"
         tasks.append(text)
-    used = [
-        f"{name} {version}" for name, version in settings.get("versions", {}).items()
-    ]
     computation = [str(settings["dtype"])] if settings.get("dtype") else []
-    computation += (
-        [f"answers of {engine_of(settings)}"] if settings.get("server") else []
-    )
-    computation += (
-        [f"decoding {settings['decoding']}"] if settings.get("decoding") else []
-    )
-    words = ["; ".join(tasks), ", ".join(computation), ", ".join(used)]
-    return "; ".join(word for word in words if word)
+    if settings.get("server"):
+        computation.append(f"answers of {engine_of(settings)}")
+    if settings.get("decoding"):
+        computation.append(f"decoding {settings['decoding']}")
+    words = ["; ".join(tasks), ", ".join(computation), versions_text(settings)]
+    return "; ".join(filter(None, words))
+
+
+def versions_text(settings: Mapping[str, Any]) -> str:
+    """Format the versions in a record: `fcsd 0.1.0, lm-eval 0.4.13`."""
+    versions = settings.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

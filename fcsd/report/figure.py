@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
@@ -54,6 +54,19 @@ def set_log_scale(axis: Any) -> None:
     axis.yaxis.set_major_locator(LogLocator(subs=ticks))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw(axis: Any, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
+    """Draw points with their errors (`xerr`, `yerr`), joined in their order unless
+    `linestyle` is "none".
+    """
+    axis.errorbar(x, y, **({"marker": "o", "markersize": 4, "capsize": 2} | style))
+
+
+def finish(axis: Any, grid: Literal["both", "y"] = "both") -> None:
+    """Add grid and legend, when all values are drawn."""
+    axis.grid(alpha=0.3, axis=grid)
+    axis.legend()
 
 
 def legend_beside(axis: Any) -> None:

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.writing import write_text
+from fcsd.evaluation.scores import Comparison, Row, Sample
 from fcsd.recipe.layout import MAIN
 from fcsd.report.verdict import SIDES, mark, p_text, quick_look, unit_of
 
 
 def write_items(
     evaluated: Mapping[str, Mapping[str, Any]],
-    comparisons: Mapping[str, Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
     path: Path,
 ) -> None:
     """Write the page of evaluated models and their comparisons.
@@ -110,7 +111,7 @@ def _valid(value: Any) -> bytes:
     )
 
 
-def _facts(row: Mapping[str, Any]) -> str:
+def _facts(row: Row) -> str:
     unit = unit_of(row)
     return (
         f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot,"
@@ -123,7 +124,7 @@ def _facts(row: Mapping[str, Any]) -> str:
     )
 
 
-def _overview(row: Mapping[str, Any]) -> list[str]:
+def _overview(row: Row) -> list[str]:
     """Return the cells of a task: both scores, delta, gained, lost and verdict."""
     unit = unit_of(row)
     scores = [
@@ -133,7 +134,7 @@ def _overview(row: Mapping[str, Any]) -> list[str]:
     return [*scores, str(row["gained"]), str(row["lost"]), row["verdict"]]
 
 
-def _items(models: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _items(models: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
     """Build one row for each item, in the order of the original, with all answers."""
     answers_by_id = [
         {sample["doc_id"]: sample for sample in samples} for samples in models
@@ -157,7 +158,7 @@ def _items(models: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     return rows
 
 
-def _answer(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(sample: Sample) -> dict[str, Any]:
     texts = sample.get("completions") or (
         [sample["completion"]] if "completion" in sample else []
     )

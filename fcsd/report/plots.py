@@ -13,10 +13,13 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from fcsd.base.text import RELATIVE
+from fcsd.evaluation.scores import Comparison, Row, Rows
 from fcsd.report.figure import (
     GREY,
     SIZE,
     Colours,
+    draw,
+    finish,
     legend_beside,
     save_figure,
     set_log_scale,
@@ -61,7 +64,6 @@ def plot_losses(
         set_log_scale(axis)
         set_title(axis, title)
         _token_axis(axis)
-        axis.legend()
     save_figure(figure, path)
 
 
@@ -87,19 +89,14 @@ def plot_scores(
         tokens = [point["tokens"] for point in points]
         scores = [scale * point["score"] for point in points]
         errors = [scale * (point["stderr"] or 0.0) for point in points]
-        axis.plot(
-            tokens, scores, marker="o", markersize=3, color=colours[name], label=name
-        )
-        low = [score - error for score, error in zip(scores, errors, strict=True)]
+        colour = colours[name]
+        axis.plot(tokens, scores, marker="o", markersize=3, color=colour, label=name)
         # The logarithmic axis of KL cannot show a band that reaches 0.
-        if by_kl:
-            low = [
-                max(value, score / 10) for value, score in zip(low, scores, strict=True)
-            ]
-        high = [score + error for score, error in zip(scores, errors, strict=True)]
-        axis.fill_between(
-            tokens, low, high, color=colours[name], alpha=0.2, linewidth=0
-        )
+        low, high = [], []
+        for score, error in zip(scores, errors, strict=True):
+            low.append(max(score - error, score / 10) if by_kl else score - error)
+            high.append(score + error)
+        axis.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
         lowest = min(lowest, *low)
     if by_kl:
         axis.set_ylabel("nats per token")
@@ -112,14 +109,13 @@ def plot_scores(
         set_title(axis, f"Early stopping: {name} while training")
         axis.set_ylim(bottom=lowest - 0.02 * scale)
     _token_axis(axis)
-    axis.legend()
     save_figure(figure, path)
 
 
 def _token_axis(axis: Any) -> None:
     axis.set_xlabel("tokens trained on")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: _count(value)))
-    axis.grid(alpha=0.3)
+    finish(axis)
 
 
 def _count(number: float) -> str:
@@ -149,22 +145,13 @@ def plot_models(
     )
     for index, (name, scores) in enumerate(models.items()):
         # Models lie side by side around the tick of their task.
-        heights = [
-            tick + 0.7 * ((index + 0.5) / len(models) - 0.5)
-            for tick in range(len(tasks))
-        ]
+        shift = 0.7 * ((index + 0.5) / len(models) - 0.5)
+        heights = [tick + shift for tick in range(len(tasks))]
         values, errors = (
             [100 * scores[task][part] for task in tasks] for part in (0, 1)
         )
-        style: dict[str, Any] = {
-            "linestyle": "none",
-            "marker": "o",
-            "markersize": 5,
-            "capsize": 2,
-        }
-        axis.errorbar(
-            values, heights, xerr=errors, color=colours[name], label=name, **style
-        )
+        look = {"color": colours[name], "label": name, "linestyle": "none"}
+        draw(axis, values, heights, xerr=errors, markersize=5, **look)
     for tick, task in enumerate(tasks):
         _chance(axis, tick, (chance or {}).get(task))
     axis.set_yticks(range(len(tasks)), tasks)
@@ -181,7 +168,7 @@ def plot_models(
 
 def plot_own_text(
     task: str,
-    models: Mapping[str, Mapping[str, Any]],
+    models: Rows,
     path: Path,
     colours: Colours,
     note: str = "",
@@ -197,18 +184,15 @@ def plot_own_text(
     ticks = [*(f"first {name.rpartition('_')[2]}" for name in lengths), "all"]
     for name, row in models.items():
         points = [*(row["metrics"][length] for length in lengths), row]
-        axis.errorbar(
-            range(len(points)),
-            [point["value"] for point in points],
-            yerr=[point["stderr"] or 0.0 for point in points],
-            color=colours[name], label=name, marker="o", markersize=4, capsize=2,
-        )  # fmt: skip
+        values = [point["value"] for point in points]
+        errors = [point["stderr"] or 0.0 for point in points]
+        look = {"color": colours[name], "label": name}
+        draw(axis, range(len(points)), values, yerr=errors, **look)
     axis.set_xticks(range(len(ticks)), ticks)
     axis.set(xlabel="tokens of the text", ylabel="nats per token")
     set_log_scale(axis)
     set_title(axis, f"{task}: KL(model || original) at the model's own tokens", note)
-    axis.grid(alpha=0.3)
-    axis.legend()
+    finish(axis)
     save_figure(figure, path)
 
 
@@ -228,7 +212,7 @@ def _chance(axis: Any, tick: int, share: float | None) -> None:
 
 
 def plot_deltas(
-    comparisons: Mapping[str, Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
     path: Path,
     colours: Colours,
     note: str = "",
@@ -250,22 +234,18 @@ def plot_deltas(
         for name, comparison in comparisons.items()
     }
     reach = {
-        name: max(100 * abs(bound) for row in model_rows for bound in _bounds(row))
+        name: max(abs(bound) for row in model_rows for bound in _bounds(row))
         for name, model_rows in rows.items()
     }
     # Models within a quarter of the widest reach would be squeezed around 0.
-    near = {
-        name: distance
-        for name, distance in reach.items()
-        if distance < max(reach.values()) / 4
-    }
+    near = [name for name in reach if reach[name] < max(reach.values()) / 4]
     height = _rows_height(len(tasks), len(comparisons))
     figure, axes = plt.subplots(
         1, 1 + bool(near), figsize=(SIZE[0] * (1 + bool(near)), height), sharey=True, squeeze=False,
         gridspec_kw={"wspace": 0.05},
     )  # fmt: skip
     for axis in axes[0]:
-        _intervals(axis, rows, 0.7, colours, markersize=5, capsize=2)
+        _intervals(axis, rows, 0.7, colours, markersize=5)
         if has_mean:
             axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
         for tick, task in enumerate(first["tasks"]):
@@ -278,30 +258,24 @@ def plot_deltas(
     axes[0][0].set_yticks(range(len(tasks)), tasks)
     axes[0][0].set_ylim(len(tasks) - 0.5, -0.5)
     if near:
-        bounds = [
-            0.0,
-            *(
-                100 * bound
-                for name in near
-                for row in rows[name]
-                for bound in _bounds(row)
-            ),
-        ]
-        margin = 0.05 * (max(bounds) - min(bounds))
-        axes[0][1].set_xlim(min(bounds) - margin, max(bounds) + margin)
+        of_near = [row for name in near for row in rows[name]]
+        low = min(0.0, *(100 * _bounds(row)[0] for row in of_near))
+        high = max(0.0, *(100 * _bounds(row)[1] for row in of_near))
+        margin = 0.05 * (high - low)
+        axes[0][1].set_xlim(low - margin, high + margin)
         axes[0][1].set_title("the same, enlarged", fontsize="medium")
         axes[0][0].get_legend().remove()
     save_figure(figure, path, around=True)
 
 
-def _bounds(row: Mapping[str, Any]) -> tuple[float, float]:
+def _bounds(row: Row) -> tuple[float, float]:
     low, high = row["interval"] or (row["delta"], row["delta"])
     return min(low, row["delta"]), max(high, row["delta"])
 
 
 def plot_members(
     name: str,
-    comparisons: Mapping[str, Mapping[str, Any]],
+    comparisons: Mapping[str, Comparison],
     path: Path,
     colours: Colours,
     note: str = "",
@@ -320,7 +294,7 @@ def plot_members(
         model: [row["members"][member] for member in members]
         for model, row in comparisons.items()
     }
-    _intervals(axis, rows, 0.6, colours, markersize=3, linewidth=0.7)
+    _intervals(axis, rows, 0.6, colours, markersize=3, linewidth=0.7, capsize=0)
     labels = [
         f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})"
         for member in members
@@ -334,7 +308,7 @@ def plot_members(
 
 def _intervals(
     axis: Any,
-    models: Mapping[str, Sequence[Mapping[str, Any]]],
+    models: Mapping[str, Sequence[Row]],
     space: float,
     colours: Colours,
     **style: Any,
@@ -344,17 +318,18 @@ def _intervals(
     """
     for index, (name, rows) in enumerate(models.items()):
         colour = colours[name]
+        shift = space * ((index + 0.5) / len(models) - 0.5)
         for tick, row in enumerate(rows):
             delta, (low, high) = row["delta"], _bounds(row)
             # Members have no verdict, only the interval.
             noise = low <= 0 <= high
             if "verdict" in row:
                 noise = row["verdict"] in ("within noise", "at the floor")
-            axis.errorbar(
-                [100 * delta], [tick + space * ((index + 0.5) / len(models) - 0.5)],
-                xerr=[[100 * (delta - low)], [100 * (high - delta)]], linestyle="none", marker="o", color=colour,
-                markerfacecolor="white" if noise else colour, label="_" if tick else name, **style,
-            )  # fmt: skip
+            look = {
+                "color": colour, "markerfacecolor": "white" if noise else colour, "linestyle": "none",
+                "label": "_" if tick else name, "xerr": [[100 * (delta - low)], [100 * (high - delta)]],
+            }  # fmt: skip
+            draw(axis, [100 * delta], [tick + shift], **look, **style)
 
 
 def _difference_axis(axis: Any, label: str) -> None:
@@ -409,7 +384,6 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
             FuncFormatter(lambda value, position, text_of=text_of: text_of(value))
         )
         axis.tick_params(axis="x", rotation=30 if len(rows) > 5 else 0)
-        axis.grid(alpha=0.3)
         set_title(axis, f"{name}, at {where}")
-        axis.legend()
+        finish(axis)
     save_figure(figure, folder / "sweep.png")

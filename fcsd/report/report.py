@@ -18,7 +18,7 @@ from fcsd.base.text import calibration_kl_text, fit, fold, stopping_text
 from fcsd.base.writing import is_empty, new_folder, write_json, write_text
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.results import read_result
-from fcsd.evaluation.scores import compare, is_bound
+from fcsd.evaluation.scores import Row, compare, is_bound
 from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
 from fcsd.planning.layers.study import read_study
@@ -32,12 +32,15 @@ from fcsd.recipe.recipe import (
 from fcsd.report.comparison import (
     ITEMS_LINK,
     LONG_TABLE,
+    Evaluated,
+    all_verdicts,
     chance_levels,
     compare_all,
     figure_parts,
     settings_tables,
     tables,
     verdicts,
+    versions_text,
     write_details,
     written_lines,
 )
@@ -57,11 +60,11 @@ from fcsd.report.verdict import (
     outcome,
     quick_look,
     trained_line,
-    verdict_lines,
 )
 from fcsd.training.sweep import choice_text, edges
 
 SCHEMA_VERSION = 1
+Report = dict[str, Any]  # the content of report.json
 _FEW_TASKS = 5
 
 
@@ -83,20 +86,22 @@ def write_report(
     }
     training = {name: layout.stage(name) for name in names}
     training = {name: path for name, path in training.items() if _has_trained(path)}
+    calibrated = _calibrated(
+        [name for name in evaluated if name not in training], layout
+    )
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
     # The distilled model, the purpose of the run, comes before the untrained one.
     comparisons = {
         name: comparisons[name]
         for name in sorted(comparisons, key=lambda name: name != MAIN)
     }
+    trained = {name: _training(path) for name, path in training.items()} | {
+        name: _calibration(manifest) for name, manifest in calibrated.items()
+    }
     models = {
         name: {
             "layers": _layers(layout, name),
-            "training": (
-                _training(training[name])
-                if name in training
-                else _untrained(layout.stage(name))
-            ),
+            "training": trained.get(name, "-"),
             "result": evaluation["result"],
         }
         for name, evaluation in evaluated.items()
@@ -108,14 +113,12 @@ def write_report(
     )
     if look:
         table += f"\n\n{look}"
-    report: dict[str, Any] = {
+    report: Report = {
         "schema_version": SCHEMA_VERSION,
         "recipe": recipe.dump(),
         "models": models,
         "comparisons": comparisons,
-        "calibrations": _calibrations(
-            [name for name in models if name not in training], layout
-        ),
+        "calibrations": _calibrations(calibrated),
         "training": {name: read_manifest(path) for name, path in training.items()},
         "trained": _trained(recipe, evaluated, training, layout),
         "sweep": (
@@ -132,35 +135,16 @@ def write_report(
         figures = write_details(evaluated, comparisons, training, new, colours)
         figures |= _figures(report, evaluated, look, colours, new)
         write_json(new / "report.json", report)
-        calibrated = {
-            name: manifest
-            for name in models
-            if name not in training
-            and "tokens"
-            in (manifest := read_manifest(layout.stage(name))).get("results", {})
-        }
         sweep = layout.sweep if report["sweep"] is not None else None
         trainings = trainings_table(training, calibrated, sweep)
-        text = _markdown(
-            recipe,
-            report,
-            table,
-            written,
-            figures,
-            _opening(report, training),
-            trainings,
-        )
+        opening = _opening(report, training)
+        text = _markdown(recipe, report, table, written, figures, opening, trainings)
         write_text(new / "report.md", text)
         write_page(text, new / "report.html")
-    lines = [
-        line
-        for name, comparison in comparisons.items()
-        for line in verdict_lines(name, comparison)
-    ]
-    sentences = [line.replace("**", "") for line in [*lines, *_trained_lines(report)]]
+    lines = [*all_verdicts(comparisons), *_trained_lines(report)]
     if models and columns is not None:
-        table = "\n\n".join([models_table(models, columns), *([look] if look else [])])
-    parts = [table, "\n".join(sentences), *written]
+        table = "\n\n".join(filter(None, [models_table(models, columns), look]))
+    parts = [table, "\n".join(lines).replace("**", ""), *written]
     return fit("\n\n".join(parts).rstrip(), columns)
 
 
@@ -185,7 +169,7 @@ def _has_trained(stage: Path) -> bool:
     )
 
 
-def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
+def _evaluated(layout: RunLayout, name: str) -> Row:
     """Read result and samples of one model; refuse results of weights that the run no
     longer has.
     """
@@ -226,28 +210,32 @@ def _layers(layout: RunLayout, name: str) -> str:
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
 
-def _untrained(path: Path) -> str:
-    results = read_manifest(path).get("results", {})
-    if (tokens := results.get("tokens")) is None:
-        return "-"
-    return f"none; calibrated on {tokens:,} tokens"
-
-
-def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
-    """Return the KL that the calibrations of untrained models measured."""
-    measured = {
-        name: read_manifest(layout.stage(name)).get("results", {}).get("kl")
-        for name in models
-    }
+def _calibrations(calibrated: Mapping[str, Any]) -> Report:
+    """Return the KL that the calibrations measured, as far as they held out text."""
+    measured = {name: of["results"].get("kl") for name, of in calibrated.items()}
     return {name: kl for name, kl in measured.items() if kl}
+
+
+def _calibration(manifest: Report) -> str:
+    return f"none; calibrated on {manifest['results']['tokens']:,} tokens"
+
+
+def _calibrated(untrained: Iterable[str], layout: RunLayout) -> Report:
+    """Return the manifests of the untrained models that are calibrated."""
+    manifests = {name: read_manifest(layout.stage(name)) for name in untrained}
+    return {
+        name: manifest
+        for name, manifest in manifests.items()
+        if "tokens" in manifest.get("results", {})
+    }
 
 
 def _trained(
     recipe: Recipe,
-    evaluated: Mapping[str, Mapping[str, Any]],
+    evaluated: Evaluated,
     training: Mapping[str, Path],
     layout: RunLayout,
-) -> dict[str, Any]:
+) -> Row:
     """Compare what trained models write with what the untrained models write that their
     trainings began with, where the run has evaluated those: did the training help?
     """
@@ -278,34 +266,33 @@ def _rewired(layout: RunLayout, name: str) -> Any:
     return read_json(layout.model(name) / "config.json").get("farskip")
 
 
-def _trained_lines(report: Mapping[str, Any]) -> list[str]:
+def _trained_lines(report: Report) -> list[str]:
     return [trained_line(name, **facts) for name, facts in report["trained"].items()]
 
 
 def _training(path: Path) -> str:
     manifest = read_manifest(path)
     settings = manifest["settings"].get("objective", {"name": "ce"})
-    objective = settings["name"]
+    words, results = [settings["name"]], manifest["results"]
     if own_text := settings.get("own_text"):
-        objective += f", {own_text:.0%} own text"
-    results = manifest["results"]
-    best = (
-        f", best at {results['best_step']}"
-        if results.get("best_step") is not None
-        else ""
-    )
-    happened = ""
-    if count := results.get("skipped_steps", 0):
-        happened = f", {count} skipped step{'' if count == 1 else 's'}"
+        words.append(f"{own_text:.0%} own text")
+    words.append(_number(results["steps"], "step"))
+    if results.get("best_step") is not None:
+        words.append(f"best at {results['best_step']}")
+    if skipped := results.get("skipped_steps"):
+        words.append(_number(skipped, "skipped step"))
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
-        happened += f", {bad} bad row{'' if bad == 1 else 's'} left out"
-    steps = f"{results['steps']} step{'' if results['steps'] == 1 else 's'}"
-    return f"{objective}, {steps}{best}{happened}"
+        words.append(f"{_number(bad, 'bad row')} left out")
+    return ", ".join(words)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _figures(
-    report: dict[str, Any],
-    evaluated: Mapping[str, Mapping[str, Any]],
+    report: Report,
+    evaluated: Evaluated,
     look: str,
     colours: Mapping[str, str],
     folder: Path,
@@ -327,14 +314,7 @@ def _figures(
             for name, model in models.items()
         }
         chance = chance_levels(evaluated)
-        plot_models(
-            tasks,
-            scores,
-            folder / "models.png",
-            note=look,
-            colours=colours,
-            chance=chance,
-        )
+        plot_models(tasks, scores, folder / "models.png", colours, look, chance)
         dotted = "; dotted: score of random guessing" if chance else ""
         figures["models.png"] = (
             f"Scores of every model; bars are one standard error{dotted}."
@@ -342,7 +322,7 @@ def _figures(
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
         alone = any(point["side"] == "single" for point in report["layers"]["points"])
-        figures["layers.png"] = (
+        caption = (
             "KL to the original, untrained, against the rewired layers"
             f"{studied_sides(report['layers'])}: from either end (paper Fig. 3)"
             f"{', and alone' if alone else ''}."
@@ -351,33 +331,34 @@ def _figures(
             "metric": report["layers"]["metrics"][0],
             "special_layers": special_layers(report["layers"], KL),
         }
-        figures["layers.png"] = " ".join(
-            [figures["layers.png"], *filter(None, special_text(facts))]
-        )
+        notes = filter(None, special_text(facts))
+        figures["layers.png"] = " ".join([caption, *notes])
     if report["sweep"] is not None:
         plot_sweep(report["sweep"], folder)
         figures["sweep.png"] = "The sweep: batch size first, then learning rate."
     return figures
 
 
-def _opening(report: Mapping[str, Any], training: Mapping[str, Path]) -> list[str]:
+def _opening(report: Report, training: Mapping[str, Path]) -> list[str]:
     """Say at the top of the page how the run ended: the outcome of its main model, when
     and how that was trained, and the way to all answers.
     """
     parts, comparisons = [], report["comparisons"]
-    main = MAIN if MAIN in comparisons else next(iter(comparisons), None)
-    if main is not None:
+    main = MAIN if MAIN in comparisons else next(iter(comparisons), "")
+    if main:
         parts.append(outcome(main, comparisons[main]))
-    if main is not None and main in training:
+    if main in training:
         facts = training_facts(training[main])
         day = f"Finished on {facts['finished'][:10]}; " if facts["finished"] else ""
         parts.append(f"{day}`{main}` was {training_text(facts)}")
-    return [*parts, *([ITEMS_LINK.strip()] if comparisons else [])]
+    if comparisons:
+        parts.append(ITEMS_LINK.strip())
+    return parts
 
 
 def _markdown(
     recipe: Recipe,
-    report: dict[str, Any],
+    report: Report,
     table: str,
     written: list[str],
     figures: dict[str, str],
@@ -439,17 +420,15 @@ def _markdown(
     folded_recipe = fold(
         "The whole recipe, with every default", f"```yaml\n{to_yaml(recipe.dump())}```"
     )
-    versions = ", ".join(
-        f"{name} {version}" for name, version in report["versions"].items()
-    )
     parts += ["## Settings"]
     if report["models"]:
         parts += ["How the models were evaluated:", *settings_tables(report["models"])]
-    parts += [f"Software of the report: {versions}.", "## Recipe", folded_recipe]
+    software = f"Software of the report: {versions_text(report)}."
+    parts += [software, "## Recipe", folded_recipe]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _heldout(recipe: Recipe, models: Mapping[str, Any]) -> str:
+def _heldout(recipe: Recipe, models: Report) -> str:
     """Name the text on which the KL of the models was measured."""
     measured = [model["result"].get("kl_to_original") for model in models.values()]
     counts = {kl["num_tokens"] for kl in measured if kl}
@@ -458,7 +437,7 @@ def _heldout(recipe: Recipe, models: Mapping[str, Any]) -> str:
     return f" on held-out text (`{recipe.data.heldout.path}`, {max(counts):,} tokens)"
 
 
-def _legend(recipe: Recipe, models: Mapping[str, Any]) -> str:
+def _legend(recipe: Recipe, models: Report) -> str:
     """Describe the models that every run has."""
     if recipe.only_pretrains:
         return (
@@ -474,7 +453,7 @@ def _legend(recipe: Recipe, models: Mapping[str, Any]) -> str:
     return f"{text}."
 
 
-def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:
+def _also_reported(stopping: EarlyStoppingConfig, models: Report) -> str:
     """Warn where the checkpoint was chosen by the very items that it is evaluated on,
     which makes its score too good.
     """

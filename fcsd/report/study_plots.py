@@ -8,7 +8,18 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from fcsd.planning.layers.points import loss_text, options_head
-from fcsd.report.figure import GREY, SIZE, save_figure, set_log_scale, set_title
+from fcsd.report.figure import (
+    GREY,
+    SIZE,
+    draw,
+    finish,
+    save_figure,
+    set_log_scale,
+    set_title,
+)
+
+Points = Sequence[Mapping[str, Any]]
+"""Those of a layer study, or of a plan."""
 
 
 def plot_timelines(
@@ -89,21 +100,12 @@ def _plot_ends(
             # score; the original's KL is 0, which a logarithmic axis cannot show.
             original = by_side["none"] if metric["better"] == "higher" else []
             points = (by_side["attention"] or original) + by_side[selection]
+            counts = [point["num_layers"] for point in points]
+            style = {"marker": marker, "color": colour}
             for weights, word, line in _curves(points):
-                style = {
-                    "marker": marker,
-                    "markersize": 4,
-                    "capsize": 2,
-                    "color": colour,
-                    "linestyle": line,
-                }
-                counts = [point["num_layers"] for point in points]
-                axis.errorbar(
-                    counts,
-                    *_values(points, metric, weights),
-                    label=label + word,
-                    **style,
-                )
+                values, errors = _values(points, metric, weights)
+                look = {"label": label + word, "linestyle": line, **style}
+                draw(axis, counts, values, yerr=errors, **look)
     xlabel = f"N, rewired layers of {num_layers}{studied_sides(result)}"
     if by_side["attention"]:
         xlabel = f"N of {num_layers} layers whose MLP side is outdated, too"
@@ -127,23 +129,14 @@ def _plot_single(
         ]:
             # Points and not bars: on a logarithmic axis bars have no base, and those of
             # scores would all look alike.
-            style = {
-                "linestyle": "none",
-                "marker": "o",
-                "markersize": 5,
-                "capsize": 2,
-                "color": colour,
-            }
             layer_indices = [candidate["layers"][0] for candidate in points]
+            style = {"linestyle": "none", "color": colour}
             for weights, word, line in _curves(points):
-                fill = {"markerfacecolor": "white"} if line == "--" else {}
-                axis.errorbar(
-                    layer_indices,
-                    *_values(points, metric, weights),
-                    label=label + word,
-                    **style,
-                    **fill,
-                )
+                values, errors = _values(points, metric, weights)
+                look = {"label": label + word, **style}
+                if line == "--":
+                    look["markerfacecolor"] = "white"
+                draw(axis, layer_indices, values, yerr=errors, **look)
     for point in by_side["none"] if metric["better"] == "higher" else []:
         (value,), _ = _values([point], metric, "values")
         axis.axhline(
@@ -163,7 +156,7 @@ def _plot_single(
     _finish_layers(axis, metric, "one layer at a time, untrained", grid="y")
 
 
-def _curves(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def _curves(points: Points) -> list[tuple[str, str, str]]:
     """Return the weights that these points were measured with, as (key of the point,
     suffix in the legend, line style).
     """
@@ -173,16 +166,15 @@ def _curves(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _values(
-    points: Sequence[Mapping[str, Any]], metric: Mapping[str, str], weights: str
+    points: Points, metric: Mapping[str, str], weights: str
 ) -> tuple[list[float], list[float]]:
     """Return values and standard errors of a metric; scores are shares, shown in per
     cent.
     """
-    values = [point[weights][metric["name"]] for point in points]
+    measured = [point[weights][metric["name"]] for point in points]
     scale = 100 if metric["better"] == "higher" else 1
-    return [scale * value["value"] for value in values], [
-        scale * (value["stderr"] or 0.0) for value in values
-    ]
+    errors = [scale * (value["stderr"] or 0.0) for value in measured]
+    return [scale * value["value"] for value in measured], errors
 
 
 def _finish_layers(
@@ -197,8 +189,7 @@ def _finish_layers(
         set_log_scale(axis)
     else:
         axis.set(ylabel=f"{metric['unit']} (per cent)", ylim=(-2, 102))
-    axis.grid(alpha=0.3, axis=grid)
-    axis.legend()
+    finish(axis, grid)
 
 
 _WORTH = {
@@ -210,9 +201,7 @@ _WORTH = {
 """Name, colour and marker of a curve by its side."""
 
 
-def plot_worth(
-    rows: Sequence[Mapping[str, Any]], path: Path, fronts: Sequence[Mapping[str, Any]]
-) -> None:
+def plot_worth(rows: Points, path: Path, fronts: Points) -> None:
     """Draw the planned speed-up of each selection of a layer study against its cost in
     quality, and the steps of each front.
 
@@ -226,53 +215,35 @@ def plot_worth(
     for end, sides in curves.items():
         name, colour, marker = _WORTH[end]
         for weights, line in (("copied", "-"), ("calibrated", "--")):
-            points = sorted(
-                (
-                    row
-                    for row in rows
-                    if row["side"] in sides and row["weights"] == weights
-                ),
-                key=lambda row: row["num_layers"],
-            )
+            points = [row for row in rows if row["side"] in sides]
+            points = [row for row in points if row["weights"] == weights]
+            points.sort(key=lambda row: row["num_layers"])
             if points:
                 speed = [row["speed_up"] for row in points]
                 loss = [row["loss"] for row in points]
                 errors = [row["stderr"] or 0.0 for row in points]
-                style: Any = {
-                    "marker": marker, "markersize": 4, "color": colour, "linestyle": line, "capsize": 2
-                }  # fmt: skip
-                axis.errorbar(
-                    speed,
-                    loss,
-                    yerr=errors,
-                    label=f"{name}, {weights}",
-                    **style,
+                look = {"label": f"{name}, {weights}", "linestyle": line}
+                draw(
+                    axis, speed, loss, yerr=errors, marker=marker, color=colour, **look
                 )
                 # Number only the middle and the last point: more labels would overlap.
                 for index in sorted({len(points) // 2, len(points) - 1}):
-                    label_style: Any = {
-                        "xytext": (5, 0),
-                        "textcoords": "offset points",
-                        "fontsize": "small",
-                    }
                     axis.annotate(
                         str(points[index]["num_layers"]),
                         (speed[index], loss[index]),
-                        **label_style,
+                        xytext=(5, 0),
+                        textcoords="offset points",
+                        fontsize="small",
                     )
     for front, line in zip(fronts, ("-", "--"), strict=False):
         # The regular model loses nothing, which a logarithmic axis cannot show.
         if steps := front["rows"][1 : front["steps"]]:
             weights = "calibrated" if front["calibrated"] else "copied"
-            axis.plot(
-                [row["speed_up"] for row in steps],
-                [row["loss"] for row in steps],
-                label=f"halves by time saved per loss, {weights} (predicted)",
-                color="C0",
-                linestyle=line,
-                marker="x",
-                markersize=4,
-            )
+            label = f"halves by time saved per loss, {weights} (predicted)"
+            speed = [row["speed_up"] for row in steps]
+            loss = [row["loss"] for row in steps]
+            look = {"label": label, "linestyle": line, "color": "C0"}
+            draw(axis, speed, loss, marker="x", **look)
     unit, metric = "", fronts[0]["metric"]
     if metric["better"] == "lower":
         set_log_scale(axis)
@@ -281,12 +252,11 @@ def plot_worth(
         xlabel="planned speed-up",
         ylabel=f"{loss_text(metric)} before any distillation{unit}",
     )
-    axis.grid(alpha=0.3)
     numbers = "rewired layers"
     if any(row["options"].startswith("--mlp ") for row in rows):
         numbers = "layers whose MLP side is outdated"
     set_title(axis, f"Which conversion is worth it; numbers are {numbers}")
-    axis.legend()
+    finish(axis)
     save_figure(figure, path)
 
 
@@ -307,7 +277,7 @@ def plot_sweep(facts: Mapping[str, Any], path: Path) -> None:
     ]
     for axis, facts_of, key, label, colour in curves:
         values = [row[facts_of][key] for row in rows]
-        axis.plot(ticks, values, color=colour, marker="o", markersize=4, label=label)
+        draw(axis, ticks, values, color=colour, label=label)
     gains.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
     rates.set(ylim=(0, None))
     set_title(gains, "Planned gain of FarSkip")
@@ -315,6 +285,5 @@ def plot_sweep(facts: Mapping[str, Any], path: Path) -> None:
     for axis in (gains, rates):
         axis.set_xticks(ticks, [row["value"] for row in rows])
         axis.set(xlabel=facts["swept"])
-        axis.grid(alpha=0.3)
-        axis.legend()
+        finish(axis)
     save_figure(figure, path)

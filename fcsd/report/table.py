@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.text import markdown, metric_words, nats
-from fcsd.evaluation.scores import at_floor, is_bound
+from fcsd.evaluation.scores import Comparison, Result, Row, at_floor, is_bound
 from fcsd.report.verdict import (
     BOUND,
     FLOOR,
@@ -31,7 +31,7 @@ _BOUND_NOTE = (
 percent, with_error = PER_CENT.value, PER_CENT.with_error
 
 
-def figure_text(row: Mapping[str, Any]) -> str:
+def figure_text(row: Row) -> str:
     """Format a task's figure with its error, and its unit if it is no score."""
     unit = unit_of(row)
     text = unit.with_error(unit.value(row["value"]), row["stderr"])
@@ -101,7 +101,7 @@ def _answer_notes(
     return notes
 
 
-def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
+def _notes_of_task(name: str, row: Row) -> list[str]:
     notes = _answer_notes(
         name,
         row["num_items"],
@@ -148,7 +148,7 @@ def _own_text_table(task: str, models: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown(header, rows)
 
 
-def _written_tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _written_tables(results: Mapping[str, Result]) -> list[str]:
     """Format a table for each task of own text; results: name of a model -> result."""
     first = next(iter(results.values()))["tasks"]
     return [
@@ -167,7 +167,7 @@ def _written_tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
+def _compared_notes(comparison: Comparison) -> list[str]:
     written = [
         _own_text_table(
             task,
@@ -205,7 +205,7 @@ def _with_notes(table: str, notes: Sequence[str]) -> str:
     return "\n\n".join([table, *filter(None, notes)])
 
 
-def paired_table(comparison: Mapping[str, Any]) -> str:
+def paired_table(comparison: Comparison) -> str:
     """Format one row for each task: both scores, paired delta with its interval, items
     gained and lost, McNemar's p, verdict.
 
@@ -249,7 +249,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
     return _with_notes(markdown(header, rows), _compared_notes(comparison))
 
 
-def narrow_table(comparison: Mapping[str, Any]) -> str:
+def narrow_table(comparison: Comparison) -> str:
     """Format the comparison in six columns, as many as fit on a page of the Hub."""
     rows = [
         [
@@ -273,14 +273,14 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
     return _with_notes(markdown(header, rows, left=2), _compared_notes(comparison))
 
 
-def _narrow(row: Mapping[str, Any]) -> list[str]:
+def _narrow(row: Row) -> list[str]:
     unit = unit_of(row)
     delta = f"{unit.signed(row['delta'])} ({unit.interval(row['interval'])})"
     scores = (f"{unit.value(row[side])}{mark(row, side)}" for side in SIDES)
     return [*scores, delta]
 
 
-def _scores(row: Mapping[str, Any]) -> list[str]:
+def _scores(row: Row) -> list[str]:
     unit = unit_of(row)
     return [
         *(
@@ -293,14 +293,14 @@ def _scores(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _retained(row: Mapping[str, Any]) -> str:
+def _retained(row: Row) -> str:
     share = row["retained_percent"]
     # A share of what random answers get has not been retained.
     nothing = share is None or row["verdict"] == "at the floor"
     return "-" if nothing else f"{share:.1f}"
 
 
-def result_table(result: Mapping[str, Any]) -> str:
+def result_table(result: Result) -> str:
     """Format the result of one model."""
     table = score_table(result)
     if result["mean"] is None:
@@ -310,7 +310,7 @@ def result_table(result: Mapping[str, Any]) -> str:
     return f"{head}\n{mean}" + (f"\n{note}" if note else "")
 
 
-def score_table(result: Mapping[str, Any]) -> str:
+def score_table(result: Result) -> str:
     """Format one row for each task: metric, shots, items, score; also its other
     metrics, and for code tasks the base score and the outcomes of the programs.
     """

@@ -3,13 +3,12 @@ points; divergences in nats; losses, noise, and the loss that the noise may hide
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fcsd.base.stats import ALPHA
 from fcsd.evaluation.config import GROUPS, KINDS
-from fcsd.evaluation.scores import by_group
+from fcsd.evaluation.scores import Comparison, Row, Rows, by_group
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ PER_CENT = Unit(100.0, 1, "points")
 NATS = Unit(1.0, 3, "nats")
 
 
-def is_distance(row: Mapping[str, Any]) -> bool:
+def is_distance(row: Row) -> bool:
     """Tell whether a task's figure is a divergence from the original (own text); that
     of the mean over tasks is none.
     """
     return "kind" in row and KINDS[row["kind"]].distance
 
 
-def unit_of(row: Mapping[str, Any]) -> Unit:
+def unit_of(row: Row) -> Unit:
     """Return the unit of a task's row; the mean's is that of scores."""
     return NATS if is_distance(row) else PER_CENT
 
@@ -71,7 +70,7 @@ BOUND = "(lower bound)"
 """Marks divergences that a server has told."""
 
 
-def mark(row: Mapping[str, Any], side: str) -> str:
+def mark(row: Row, side: str) -> str:
     """Mark the figure of a side that is at the floor, or a lower bound; the mean is
     neither.
     """
@@ -114,7 +113,7 @@ def quick_look(*limits: float | None) -> str:
 _UNSEEN = "Choice tasks alone have not seen the model write"
 
 
-def scored_by(tasks: Mapping[str, Any]) -> str:
+def scored_by(tasks: Rows) -> str:
     """Say which tasks are scored by likelihood and which by what the model writes."""
     groups = by_group(tasks)
     words = [
@@ -126,9 +125,9 @@ def scored_by(tasks: Mapping[str, Any]) -> str:
     return f"Scored by {'; by '.join(words)}.{unseen}"
 
 
-def outcome(name: str, comparison: Mapping[str, Any]) -> str:
+def outcome(name: str, comparison: Comparison) -> str:
     """Say in a plain sentence how a model compares with the original."""
-    tasks, mean = scored(comparison), comparison["mean"]
+    tasks, mean = scored(comparison["tasks"]), comparison["mean"]
     look = "In a quick look: " if comparison["limit"] else ""
     unseen = "" if "generation" in by_group(comparison["tasks"]) else f" {_UNSEEN}."
     floors = [task for task, row in tasks.items() if row["verdict"] == "at the floor"]
@@ -166,7 +165,7 @@ def outcome(name: str, comparison: Mapping[str, Any]) -> str:
     return f"{text}{apart}.{unseen}"
 
 
-def verdict_lines(name: str, comparison: Mapping[str, Any]) -> list[str]:
+def verdict_lines(name: str, comparison: Comparison) -> list[str]:
     """Write a line of a few sentences on one model for each kind of tasks: those scored
     by likelihood, and those scored by what it writes.
     """
@@ -184,7 +183,7 @@ def verdict_lines(name: str, comparison: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def trained_line(name: str, start: str, tasks: Mapping[str, Any]) -> str:
+def trained_line(name: str, start: str, tasks: Rows) -> str:
     """Say whether a training has brought what a model writes closer to the original.
 
     start: the untrained model that the training began with. tasks: own text of the
@@ -206,13 +205,13 @@ def trained_line(name: str, start: str, tasks: Mapping[str, Any]) -> str:
     )
 
 
-def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
+def _sentences(tasks: Rows, mean: Row | None) -> str:
     """Write two to five sentences on tasks of one kind: the mean, tasks lost and gained
     beyond noise, the loss that noise may hide, tasks at the floor, and the distance of
     what the model writes.
     """
     written = _written(tasks)
-    tested = {task: row for task, row in tasks.items() if row["verdict"] != "distance"}
+    tested = scored(tasks)
     if not tested:
         return f"along {written}"
     changed = sum(row["gained"] + row["lost"] for row in tested.values())
@@ -250,7 +249,7 @@ def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
     return " ".join([*sentences, *filter(None, [floors, along])])
 
 
-def _floors(tasks: Mapping[str, Any]) -> str:
+def _floors(tasks: Rows) -> str:
     """Name the tasks in which a model at the floor hides what may have been lost."""
     words = [
         f"{task} (original {PER_CENT.value(row['original'])}, model"
@@ -262,18 +261,14 @@ def _floors(tasks: Mapping[str, Any]) -> str:
     return f"At the floor, where no loss can show: {', '.join(words)}." if words else ""
 
 
-def scored(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def scored(tasks: Rows) -> Rows:
     """Return the tasks of a comparison that are tested, without the distances from the
     original.
     """
-    return {
-        task: row
-        for task, row in comparison["tasks"].items()
-        if row["verdict"] != "distance"
-    }
+    return {task: row for task, row in tasks.items() if row["verdict"] != "distance"}
 
 
-def _written(tasks: Mapping[str, Any]) -> str:
+def _written(tasks: Rows) -> str:
     """Say how far what the model writes is from the original, after "along"."""
     distances = [
         f"{'at least ' if row.get('lower_bound') else ''}"
@@ -289,7 +284,7 @@ def _written(tasks: Mapping[str, Any]) -> str:
     )
 
 
-def members_line(row: Mapping[str, Any]) -> str:
+def members_line(row: Row) -> str:
     """Say how many members of a group differ, and how many would differ by chance."""
     intervals = [
         member["interval"] for member in row["members"].values() if member["interval"]
@@ -309,7 +304,7 @@ def p_text(value: float | None) -> str:
     return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def task_verdict(row: Mapping[str, Any]) -> str:
+def task_verdict(row: Row) -> str:
     """Return a task's verdict; with the reason where its interval excludes 0 or its p is
     small, and yet the verdict is noise.
     """
@@ -331,17 +326,17 @@ def task_verdict(row: Mapping[str, Any]) -> str:
     return "within noise, after correction for several tasks"
 
 
-def mean_verdict(comparison: Mapping[str, Any]) -> str:
+def mean_verdict(comparison: Comparison) -> str:
     """Return the verdict of the mean; of a single task, that of the task."""
     return _mean_verdict(comparison["tasks"], comparison["mean"])
 
 
-def _mean_verdict(tasks: Mapping[str, Any], mean: Mapping[str, Any]) -> str:
+def _mean_verdict(tasks: Rows, mean: Row) -> str:
     rows = [row for row in tasks.values() if row["headline"]]
     return task_verdict(rows[0]) if len(rows) == 1 else str(mean["verdict"])
 
 
-def _mean(mean: Mapping[str, Any], verdict: str) -> str:
+def _mean(mean: Row, verdict: str) -> str:
     over = "the one task that counts"
     if mean["num_tasks"] > 1:
         over = f"the mean over {mean['num_tasks']} tasks"
@@ -354,20 +349,18 @@ def _mean(mean: Mapping[str, Any], verdict: str) -> str:
     return f"{text}: {words.get(head, head)}{comma}{reason}."
 
 
-def _named(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
-    worst = sorted(names, key=lambda task: -abs(tasks[task]["delta"]))
-    return ", ".join(
-        f"{task} {_change(tasks[task])} (p {p_text(tasks[task]['p_value'])})"
-        for task in worst
-    )
+def _named(tasks: Rows, names: Sequence[str]) -> str:
+    words = []
+    for task in sorted(names, key=lambda task: -abs(tasks[task]["delta"])):
+        row, unit = tasks[task], unit_of(tasks[task])
+        amount = f" {unit.amount}" if unit is NATS else ""
+        words.append(
+            f"{task} {unit.signed(row['delta'])}{amount} (p {p_text(row['p_value'])})"
+        )
+    return ", ".join(words)
 
 
-def _change(row: Mapping[str, Any]) -> str:
-    unit = unit_of(row)
-    return unit.signed(row["delta"]) + (f" {unit.amount}" if unit is NATS else "")
-
-
-def _hidden(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
+def _hidden(tasks: Rows, names: Sequence[str]) -> str:
     lows = {
         task: tasks[task]["interval"][0]
         for task in names

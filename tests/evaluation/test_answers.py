@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
+from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.families import FAMILIES
@@ -403,7 +403,7 @@ def served(
             server=ServerConfig(url=url, concurrency=4),
             allow_weak_sandbox=True,
         )
-        evaluated = EvaluatedFolder(find_model(ModelConfig(path=str(model))))
+        evaluated = find_model(ModelConfig(path=str(model)))
         run_evaluation(
             PlannedEvaluation("model", evaluated, suite, config, server_check=False),
             folder,
@@ -514,7 +514,7 @@ def test_settings_of_a_file_are_told_once_and_reach_neither_memory_nor_server(
     config = EvaluationConfig(
         data_root=str(case.place / "data"), batch_size=4, allow_weak_sandbox=True
     )
-    model = EvaluatedFolder(find_model(ModelConfig(path=str(folder))))
+    model = find_model(ModelConfig(path=str(folder)))
     run_evaluation(
         PlannedEvaluation("mine", model, suite, config), tmp_path / "out", join_launch()
     )

@@ -18,7 +18,7 @@ import yaml
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.evaluation.stage import FINISHED_TASKS, EvaluatedFolder
+from fcsd.evaluation.stage import FINISHED_TASKS, PlannedEvaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
@@ -335,7 +335,7 @@ def test_what_does_not_fit_the_positions_is_refused_before_the_weights_are_loade
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(EvaluatedFolder, "load", None)
+    monkeypatch.setattr(PlannedEvaluation, "load", None)
     said = error_of(words(model, root, PIQA, row), capsys)
     assert re.match(f"task {message}", said.replace(str(root), ""))
 

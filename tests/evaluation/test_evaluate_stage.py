@@ -18,7 +18,6 @@ from fcsd.base.artifact import model_outputs
 from fcsd.base.files import write_sealed
 from fcsd.evaluation import stage
 from fcsd.evaluation.results import configuration_fingerprint
-from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
@@ -43,9 +42,7 @@ def evaluated(recipe: Path, name: str, folder: Path) -> None:
         load_suite(plan.evaluation.suite),
         reference.Reference(model, plan.data),
     )
-    evaluation = stage.PlannedEvaluation(
-        name, EvaluatedFolder(model), suite, plan.evaluation, original
-    )
+    evaluation = stage.PlannedEvaluation(name, model, suite, plan.evaluation, original)
     output = Path(plan.output_dir) / "evaluate" / name
     stage.run_evaluation(evaluation, output, join_launch())
 
@@ -239,7 +236,7 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
 
     def evaluate(name: str, model: ModelFolder, against: stage.ReferenceLike) -> None:
         one = stage.PlannedEvaluation(
-            name, EvaluatedFolder(model), load_suite("tiny"), plan.evaluation, against
+            name, model, load_suite("tiny"), plan.evaluation, against
         )
         stage.run_evaluation(one, bench.folder / name, join_launch())
 

@@ -29,7 +29,6 @@ from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.results import Journal, TaskStore
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
-    EvaluatedFolder,
     PlannedEvaluation,
     run_evaluation,
 )
@@ -91,7 +90,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def judge(place: Path, output: Path, **changes: Any) -> Any:
     config = ModelConfig(path=str(changes.pop("model", place / "model")))
-    model = EvaluatedFolder(find_model(config))
+    model = find_model(config)
     settings = {"data_root": str(place / "root"), "batch_size": 4} | changes
     suite = load_suite(place / "suite.yaml")
     run_evaluation(

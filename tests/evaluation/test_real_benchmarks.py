@@ -79,10 +79,7 @@ def test_all_canonical_programs_pass_and_programs_that_return_none_do_not(
         nothing = {
             problem.task_id: [returns_none(problem.canonical)] for problem in problems
         }
-        outcomes = [
-            each
-            for (each,) in scorer.score_samples(problems, nothing, whole_programs=True)
-        ]
+        outcomes = [each for (each,) in scorer.score_samples(problems, nothing)]
     assert not [
         outcome.task_id
         for outcome in outcomes

@@ -19,7 +19,6 @@ from fcsd.evaluation.lm_eval import served as lm_eval_served
 from fcsd.evaluation.results import Journal
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
-    EvaluatedFolder,
     PlannedEvaluation,
     run_evaluation,
 )
@@ -112,7 +111,7 @@ def evaluated(
         "config": config_of(place, **changes),
     }
     model = find_model(ModelConfig(path=str(place / "model")))
-    evaluation = PlannedEvaluation("model", EvaluatedFolder(model), **(options | own))
+    evaluation = PlannedEvaluation("model", model, **(options | own))
     run_evaluation(evaluation, output, join_launch())
     return {
         path.stem.removeprefix("samples_"): [
@@ -276,7 +275,7 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
     short.context = longest - 2
     with serving(short) as address:
         server = config_of(place, server=ServerConfig(url=address))
-        model_of = EvaluatedFolder(find_model(ModelConfig(path=str(folder))))
+        model_of = find_model(ModelConfig(path=str(folder)))
         evaluation = PlannedEvaluation("short", model_of, only("likelihood"), server)
         run_evaluation(evaluation, tmp_path / "cut", join_launch())
     assert max(len(body["prompt"]) for body in short.bodies) == longest - 3
@@ -499,11 +498,9 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
             recipe.model.model_copy(update={"path": str(place / "base")}),
             place / "base",
         )
-        model = EvaluatedFolder(
-            ModelFolder(
-                recipe.model.model_copy(update={"path": str(place / name)}),
-                place / name,
-            )
+        model = ModelFolder(
+            recipe.model.model_copy(update={"path": str(place / name)}),
+            place / name,
         )
         config = recipe.evaluation.model_copy(update={"server": server})
         reference = Reference(original, recipe.data)

@@ -13,7 +13,7 @@ import yaml
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
+from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
@@ -206,7 +206,7 @@ def by_server(
         )
         asked = PlannedEvaluation(
             "model",
-            EvaluatedFolder(find_model(ModelConfig(path=str(folder / "model")))),
+            find_model(ModelConfig(path=str(folder / "model"))),
             suite=sums(place, **changes),
             config=config,
             server_check=False,
@@ -430,7 +430,7 @@ def test_a_special_token_among_the_stop_strings_ends_a_program(
         with serving(engine) as url:
             asked = PlannedEvaluation(
                 "model",
-                EvaluatedFolder(find_model(ModelConfig(path=str(tmp_path / "model")))),
+                find_model(ModelConfig(path=str(tmp_path / "model"))),
                 suite=suite,
                 config=EvaluationConfig(server=ServerConfig(url=url), **plan),
                 server_check=False,

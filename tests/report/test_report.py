@@ -821,13 +821,14 @@ def test_the_report_says_what_a_calibration_measured_of_its_result(
             layout.stage("calibrated") / "manifest.json",
             {"results": {"tokens": 24576, "kl": kl}},
         )
+        calibrated = report_module._calibrated(["calibrated"], layout)
         assert (
-            report_module._untrained(layout.stage("calibrated"))
+            report_module._calibration(calibrated["calibrated"])
             == "none; calibrated on 24,576 tokens"
         )
         return [
             calibration_kl_text(kl)
-            for kl in report_module._calibrations(["calibrated"], layout).values()
+            for kl in report_module._calibrations(calibrated).values()
         ]
 
     layout.stage("calibrated").mkdir(parents=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -109,13 +109,9 @@ class Speaker:
         if generation.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             values = {name: getattr(generation, name, None) for name in names}
-            # Values at which a setting changes nothing are not told.
-            neutral = {"temperature": None, "repetition_penalty": 1.0}
-            parts = [
-                f"{k} {v:g}"
-                for k, v in values.items()
-                if v is not None and v != neutral.get(k)
-            ]
+            if values["repetition_penalty"] == 1:  # which changes nothing
+                del values["repetition_penalty"]
+            parts = [f"{k} {v:g}" for k, v in values.items() if v is not None]
             description = ", ".join(parts) or "sampling"
         return (
             f"{description}; {str(self.model.dtype).removeprefix('torch.')} on"
@@ -165,71 +161,68 @@ def chat(
     system: str | None = None,
     max_new_tokens: int | None = None,
     greedy: bool = False,
-    source: TextIO | None = None,
-    sink: TextIO | None = None,
 ) -> list[str]:
-    """Read turns until the end of the input or /exit; one or two speakers. Return the
-    errors that were shown in place of replies.
+    """Read turns from stdin until its end or /exit; one or two speakers. Return the
+    errors that were shown in place of replies. Without a terminal every turn is
+    repeated before its reply.
 
-    greedy: always the likeliest token, whatever the models' settings. source,
-    sink: stdin and stdout; without a terminal every turn is repeated before its reply.
+    greedy: always the likeliest token, whatever the models' settings.
 
     Raises:
         KeyboardInterrupt: Ctrl-C without a terminal; on one it ends a reply.
     """
-    source, sink = source or sys.stdin, sink or sys.stdout
-    terminal = source.isatty()
+    terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  editing of the line; input() uses it
         for speaker in speakers:
-            print(f"{speaker.name}: {speaker.settings(greedy)}", file=sink)
-        print("Type a message; /help explains, /exit leaves.", file=sink)
+            print(f"{speaker.name}: {speaker.settings(greedy)}")
+        print("Type a message; /help explains, /exit leaves.")
     opening = [{"role": "system", "content": system}] if system else []
 
     def begin() -> None:
         for speaker in speakers:
             speaker.messages = [*opening]
 
-    answer = partial(_turn, speakers, max_new_tokens, greedy, sink, terminal)
+    answer = partial(_turn, speakers, max_new_tokens, greedy)
     begin()
     # The last message is remembered for /again.
     last = between = ""
     failures: list[str] = []
-    for line in _lines(source, terminal):
+    for line in _lines(terminal):
         text = line.strip()
         if not terminal and text:
-            print(f"{between}> {printable(text)}", file=sink)
+            print(f"{between}> {printable(text)}")
             between = "\n"
         if line.startswith("/"):
             if text in ("/exit", "/quit"):
                 break
             if text == "/reset":
                 begin()
-                print("The conversation starts again.", file=sink)
+                print("The conversation starts again.")
             elif text == "/again":
                 if not last:
-                    print("There is no message yet.", file=sink)
+                    print("There is no message yet.")
                     continue
                 for speaker in speakers:
                     if speaker.messages[-2:-1] == [{"role": "user", "content": last}]:
                         del speaker.messages[-2:]
                 failures += answer(last)
             elif text == "/help":
-                print(_HELP, file=sink)
+                print(_HELP)
             else:
-                print(f"{text.split()[0]}: no such command.\n{_HELP}", file=sink)
+                print(f"{text.split()[0]}: no such command.\n{_HELP}")
         elif text:
             last = text
             failures += answer(text)
-        sink.flush()
+        sys.stdout.flush()
     return failures
 
 
-def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
+def _lines(terminal: bool) -> Iterator[str]:
     """Yield the turns of the user; on a terminal Ctrl-C empties the line, Ctrl-D ends."""
     if not terminal:
-        yield from (line.rstrip("\n") for line in source)
+        yield from (line.rstrip("\n") for line in sys.stdin)
         return
     while True:
         try:
@@ -245,11 +238,9 @@ def _turn(
     speakers: Sequence[Speaker],
     max_new_tokens: int | None,
     greedy: bool,
-    sink: TextIO,
-    terminal: bool,
     text: str,
 ) -> list[str]:
-    """Send one message to all models and write their replies to `sink`; take back a
+    """Send one message to all models and write their replies to stdout; take back a
     message that cannot be answered, and return the errors.
     """
     for speaker in speakers:
@@ -262,14 +253,14 @@ def _turn(
         replies = [Reply(speaker, max_new_tokens, greedy) for speaker in speakers]
         for reply in replies:
             reply.start()
-        _show([speaker.name for speaker in speakers], replies, sink)
+        _show([speaker.name for speaker in speakers], replies)
     except UserError as error:
         failures.append(str(error))
-        print(f"error: {error}", file=sink)
+        print(f"error: {error}")
     except KeyboardInterrupt:
-        if not terminal:
+        if not sys.stdin.isatty():
             raise
-        print("\n(interrupted)", file=sink)
+        print("\n(interrupted)")
     finally:
         for reply in replies:
             reply.stop()
@@ -283,15 +274,15 @@ def _turn(
         if reply.error is not None:
             speaker.messages.pop()
             failures.append(f"{whose}{reply.error}")
-            print(f"error: {failures[-1]}", file=sink)
+            print(f"error: {failures[-1]}")
             continue
         speaker.messages.append({"role": "assistant", "content": reply.text})
         if reply.cut:
-            print(f"({whose}{reply.cut})", file=sink)
+            print(f"({whose}{reply.cut})")
     return failures
 
 
-def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> None:
+def _show(names: Sequence[str], replies: Sequence["Reply"]) -> None:
     """Print one reply as it comes; two in columns, or one below the other where there
     is no room.
     """
@@ -300,17 +291,16 @@ def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> Non
     if len(replies) == 1 or width < _NARROWEST:
         for name, reply in zip(names, replies, strict=True):
             if len(replies) > 1:
-                print(f"── {name}", file=sink)
+                print(f"── {name}")
             for piece in reply:
-                sink.write(piece)
-                sink.flush()
-            sink.write("\n")
+                print(piece, end="", flush=True)
+            print()
         return
     heads = [[f"{ending(name, width)}\n", "─" * width + "\n"] for name in names]
     for row in side_by_side([iter(head) for head in heads], width):
-        print(row, file=sink)
+        print(row)
     for row in side_by_side(replies, width):
-        print(row, file=sink, flush=True)
+        print(row, flush=True)
 
 
 def _streamer(thoughts: Thoughts) -> Any:

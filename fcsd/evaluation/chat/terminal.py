@@ -41,11 +41,11 @@ def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
         ):
             if not any(pending):
                 break
-            cells = []
+            rows = []
             for index, text in enumerate(pending):
                 row, pending[index] = first_row(text, width)
-                cells.append(row)
-            yield GAP.join(_padded(cell, width) for cell in cells).rstrip()
+                rows.append(row + " " * (width - cells(row)))
+            yield GAP.join(rows).rstrip()
         if all(ended) and not any(pending):
             return
 
@@ -83,10 +83,6 @@ def cells(text: str) -> int:
             continue
         count += 2 if unicodedata.east_asian_width(character) in "WF" else 1
     return count
-
-
-def _padded(text: str, width: int) -> str:
-    return text + " " * (width - cells(text))
 
 
 def ending(name: str, width: int) -> str:

@@ -15,48 +15,28 @@ mini editions; problems in other languages.
 """
 
 import ast
+import functools
 import re
 import symtable
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_is_file
+from fcsd.base.files import check_is_file, data_dir, read_yaml
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.datasets import (
     damaged_file,
     dataset_location,
     first_line,
-    hub_advice,
+    reading,
 )
 from fcsd.model.preserve import quiet
 
 _ORACLE = (Path(__file__).parent / "oracle.py").read_text(encoding="utf-8")
-
-# EvalPlus's special oracles, by the requested function
-# (evalplus/eval/_special_oracle.py).
-_RULES = {
-    # the order of the output, and repetitions in it, do not count
-    "similar_elements": "set",
-    "find_char_long": "set",
-    "common_in_nested_lists": "set",
-    "extract_singly": "set",
-    "larg_nnum": "set",
-    "intersection_array": "set",
-    "find_dissimilar": "set",
-    "Diff": "set",
-    # any output but None means yes
-    "check_str": "not_none",
-    "text_match_three": "not_none",
-    "text_starta_endb": "not_none",
-    # two readings of the task are right
-    "surface_Area": "pyramid",
-    "digit_distance_nums": "digit_distance",
-}
 
 _HEAD = r"\n{0}for i, (?:\(inp, exp\)|inp) in enumerate\([^\n]*\):\n{0}    "
 
@@ -75,32 +55,22 @@ _HUMANEVAL_TAIL = re.compile(
 
 _CHECK = "def check(candidate):\n"
 
-# The number of first inputs that come from the original benchmark, without repetitions,
-# in these editions: found by comparing them with `base_input` of EvalPlus's files. For
-# MBPP+ it is the number of visible tests, except in five problems.
-_HUMANEVAL_BASE = (
-    7, 4, 3, 6, 3, 3, 3, 4, 5, 4, 5, 3, 3, 4, 3, 3, 5, 5, 4, 5, 5, 5, 3, 3, 5, 8, 3, 3, 3, 2,
-    4, 12, 99, 7, 1, 2, 8, 3, 100, 10, 9, 5, 3, 9, 12, 3, 4, 5, 7, 7, 100, 7, 6, 105, 7, 5, 12, 8, 4, 5,
-    5, 12, 5, 7, 7, 5, 8, 7, 8, 25, 9, 9, 6, 8, 9, 4, 10, 9, 7, 4, 8, 6, 16, 5, 5, 4, 7, 6, 7, 8,
-    6, 6, 10, 5, 9, 7, 10, 8, 7, 5, 5, 6, 8, 12, 4, 5, 4, 8, 8, 5, 7, 7, 9, 3, 12, 5, 7, 7, 13, 12,
-    11, 7, 5, 4, 16, 8, 13, 8, 8, 10, 10, 7, 14, 12, 10, 5, 11, 8, 8, 4, 5, 26, 11, 7, 12, 6, 7, 4, 7, 7,
-    10, 7, 4, 9, 6, 8, 14, 11, 10, 6, 3, 8, 4, 4,
-)  # fmt: skip
 
-_MBPP_BASE = {3: 5, 162: 4, 223: 3, 780: 4, 799: 6}
+@functools.cache
+def _editions() -> Any:
+    """Read what EvalPlus's editions on the Hub do not say."""
+    return read_yaml(data_dir("eval") / "evalplus.yaml")
 
 
 def num_base_inputs(task_id: str | int, num_visible: int) -> int | None:
     """Count the base inputs of a problem with `num_visible` visible tests; None when it
     is not known.
     """
-    number = re.fullmatch(r"HumanEval/(\d+)", str(task_id))
-    if number is not None:
-        if int(number[1]) < len(_HUMANEVAL_BASE):
-            return _HUMANEVAL_BASE[int(number[1])]
-        return None
+    if number := re.fullmatch(r"HumanEval/(\d+)", str(task_id)):
+        counts = dict(enumerate(_editions()["humaneval_base"]))
+        return counts.get(int(number[1]))
     if isinstance(task_id, int):
-        return _MBPP_BASE.get(task_id, num_visible)
+        return _editions()["mbpp_base"].get(task_id, num_visible)
     return num_visible or None
 
 
@@ -113,18 +83,6 @@ class Grading:
     entry_point: str
     base: tuple[str, ...]
     plus: tuple[str, ...]
-
-
-def gradings(rows: Iterable[Mapping[str, Any]]) -> list[Grading | None]:
-    """Return the grading of each row of MBPP+ or HumanEval+ (`grading`)."""
-    graded = []
-    for row in rows:
-        # Only MBPP+ has visible tests.
-        entry_point = row.get("entry_point")
-        num_visible = len(row["test_list"]) if entry_point is None else 0
-        num_base = num_base_inputs(row["task_id"], num_visible)
-        graded.append(grading(row["test"], num_base, entry_point))
-    return graded
 
 
 def grading(
@@ -146,7 +104,7 @@ def grading(
             return None
         setup = test[:loop_start]
         name = tail["name"]
-        rule = _RULES.get(tail["name"], "equal")
+        rule = _editions()["special_oracles"].get(tail["name"], "equal")
         tolerance, right = tail["atol"], tail["right"]
     else:
         loop_start, check = test.rfind("\n    for i, "), test.find(_CHECK)
@@ -243,13 +201,10 @@ def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[P
             rows, or an id given twice.
     """
     location = dataset_location(task, data_root)
-    try:
+    with reading(task, data_root, location):
         return read_problems(
             location, task.split, task.dataset_name, task.revision, tests=task.tests
         )
-    except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(task, data_root)
-        raise UserError(f"task {task.task}: {error}{advice}") from error
 
 
 def read_problems(
@@ -285,12 +240,7 @@ def read_problems(
     rows = list(rows)
     for index, row in enumerate(rows):
         check(row, f"{where}, row {index}", tests)
-    # Visible tests run as they are; of the others, those in EvalPlus's form are graded
-    # by our oracle, base inputs separately.
-    graded = gradings(rows) if tests == "all" else [None] * len(rows)
-    problems = [
-        make(row, grades, tests) for row, grades in zip(rows, graded, strict=True)
-    ]
+    problems = [make(row, tests) for row in rows]
     task_id, count = Counter(problem.task_id for problem in problems).most_common(1)[0]
     if count > 1:
         raise UserError(f"{where}: task_id {task_id} is given twice")
@@ -334,17 +284,18 @@ def _check_mbpp(row: dict[str, Any], where: str, tests: Tests) -> None:
         raise UserError(f"{where}: test_list is empty, so every program would pass")
 
 
-def _mbpp(row: dict[str, Any], graded: Grading | None, tests: Tests) -> Problem:
-    visible_tests: Sequence[str] = (
-        row["test_list"][:3] if tests == "visible" else row["test_list"]
-    )
+def _mbpp(row: dict[str, Any], tests: Tests) -> Problem:
+    visible_tests: Sequence[str] = row["test_list"]
     deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
-    names = _defined(row["code"])
+    names, graded = _defined(row["code"]), None
     if tests == "visible":
+        visible_tests = visible_tests[:3]
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
         deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
-    elif graded is not None:
+    elif graded := grading(
+        row["test"], num_base_inputs(row["task_id"], len(visible_tests))
+    ):
         deciding_tests, base, names = graded.plus, graded.base, (graded.entry_point,)
     imports = tuple(text for text in ("\n".join(row["test_imports"]),) if text)
     return Problem(
@@ -368,10 +319,11 @@ def _check_humaneval(row: dict[str, Any], where: str, tests: Tests) -> None:
         )
 
 
-def _humaneval(row: dict[str, Any], graded: Grading | None, tests: Tests) -> Problem:
+def _humaneval(row: dict[str, Any], tests: Tests) -> Problem:
     # The prompt is the head of a function, which the canonical solution continues.
     head = row["prompt"].strip() + "\n"
     entry_point = row["entry_point"]
+    graded = grading(row["test"], num_base_inputs(row["task_id"], 0), entry_point)
     return Problem(
         task_id=str(row["task_id"]),
         prompt=row["prompt"],

@@ -12,11 +12,12 @@ from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import program_in
-from fcsd.evaluation.results import texts_of
+from fcsd.evaluation.results import Lines, texts_of
+from fcsd.evaluation.scores import Sample
 
 
 def programs_of(
-    lines: Sequence[tuple[str, Mapping[str, Any]]],
+    lines: Lines,
     problems: Sequence[Problem],
     *,
     thinking: bool = False,
@@ -45,7 +46,7 @@ def programs_of(
     return programs
 
 
-def _task_id(sample: Mapping[str, Any], by_id: Mapping[str, Any], where: str) -> str:
+def _task_id(sample: Sample, by_id: Mapping[str, Any], where: str) -> str:
     key = "task_id" if "task_id" in sample else "doc_id"
     if not isinstance(sample.get(key), str | int) or isinstance(sample.get(key), bool):
         raise UserError(
@@ -56,13 +57,9 @@ def _task_id(sample: Mapping[str, Any], by_id: Mapping[str, Any], where: str) ->
 
 
 def _programs(
-    sample: Mapping[str, Any], problem: Problem, where: str, thinking: bool, chat: bool
+    sample: Sample, problem: Problem, where: str, thinking: bool, chat: bool
 ) -> list[str]:
-    keys = {
-        "solution": False,
-        "completions": True,
-        "completion": False,
-    }
+    keys = ("solution", "completions", "completion")
     missing = (
         "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
     )

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.memory import available_memory
@@ -36,13 +36,7 @@ if TYPE_CHECKING:
     from fcsd.evaluation.code.problems import Problem
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
-OUTCOME_CLASSES: tuple[OutcomeClass, ...] = (
-    "passed",
-    "wrong",
-    "error",
-    "timeout",
-    "memory",
-)
+OUTCOME_CLASSES: tuple[OutcomeClass, ...] = get_args(OutcomeClass)
 LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
 MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
 # The limit of a canonical solution, which sets the limit of its problem, as a multiple
@@ -104,6 +98,7 @@ class CodeScorer:
             than a quarter of it in `self_check`.
         memory_bytes: address space of one program.
         disable: layers of `LAYERS` to leave out, to test machines that lack them.
+        progress: draw a bar.
 
     Raises:
         UserError: the sandbox would be too weak. ScorerError: a server fails; the next
@@ -118,6 +113,7 @@ class CodeScorer:
         timeout_s: float = 10.0,
         memory_bytes: int = MEMORY_BYTES,
         disable: Collection[str] = (),
+        progress: bool = False,
     ):
         unknown = sorted(set(disable) - set(LAYERS))
         if unknown:
@@ -126,7 +122,7 @@ class CodeScorer:
             )
         if num_workers is None:
             num_workers = default_num_workers(memory_bytes)
-        self.num_workers = num_workers
+        self.num_workers, self.progress = num_workers, progress
         if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
         self.allow_weak_sandbox, self.disable = allow_weak_sandbox, sorted(disable)
@@ -183,11 +179,7 @@ class CodeScorer:
             )
 
     def self_check(
-        self,
-        problems: Sequence[Problem],
-        *,
-        timeout_s: float | None = None,
-        progress: bool = False,
+        self, problems: Sequence[Problem], *, timeout_s: float | None = None
     ) -> list[Outcome]:
         """Score the canonical solutions, which must all pass; their times set the time
         limits of their problems.
@@ -218,9 +210,7 @@ class CodeScorer:
             for number, key in enumerate(keys)
             if not number or key not in _CANONICAL_PASSED
         ]
-        new = self._run(
-            [jobs[number] for number in unknown], progress, "canonical solutions"
-        )
+        new = self._run([jobs[number] for number in unknown], "canonical solutions")
         ran = dict(zip(unknown, new, strict=True))
         outcomes = [
             ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)
@@ -245,39 +235,37 @@ class CodeScorer:
         """Run the program in each completion (`program_in`) against the tests of its
         problem.
         """
-        several = {task_id: [text] for task_id, text in completions.items()}
-        return [outcomes[0] for outcomes in self.score_samples(problems, several)]
+        by_id = {problem.task_id: problem for problem in problems}
+        programs = {
+            task_id: [program_in(by_id[task_id], text) if task_id in by_id else text]
+            for task_id, text in completions.items()
+        }
+        return [outcomes[0] for outcomes in self.score_samples(problems, programs)]
 
     def score_samples(
         self,
         problems: Sequence[Problem],
-        completions: Mapping[str, Sequence[str]],
+        programs: Mapping[str, Sequence[str]],
         *,
         timeout_s: float | None = None,
-        whole_programs: bool = False,
-        chat: bool = False,
-        progress: bool = False,
     ) -> list[list[Outcome]]:
-        """Score one or more completions of every problem: one list a problem, in their
+        """Score one or more programs for every problem: one list a problem, in their
         order.
 
-        timeout_s: of one program, instead of the scorer's own. whole_programs: the
-        texts are programs, to be run as they are. chat: they are answers to questions
-        (`program_in`).
+        timeout_s: of one program, instead of the scorer's own.
 
         Raises:
-            UserError: a problem without completion, or a completion for an unknown
-                problem. ScorerError: the sandbox failed.
+            UserError: a problem without program, or a program for an unknown problem.
+            ScorerError: the sandbox failed.
         """
         problem_ids = {problem.task_id for problem in problems}
-        completion_ids = {task_id for task_id, texts in completions.items() if texts}
-        missing = sorted(problem_ids - completion_ids)
-        extra = sorted(completion_ids - problem_ids)
+        program_ids = {task_id for task_id, texts in programs.items() if texts}
+        missing = sorted(problem_ids - program_ids)
+        extra = sorted(program_ids - problem_ids)
         if missing or extra:
+            mismatch = f"{extra[0]} is not a problem" if extra else ""
             if missing:
                 mismatch = f"no completion for problem {missing[0]}"
-            else:
-                mismatch = f"{extra[0]} is not a problem"
             raise UserError(
                 f"completions do not match the problems: {mismatch}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
@@ -286,34 +274,24 @@ class CodeScorer:
         for problem in problems:
             # A problem that is slow for the canonical solution gets more time for every
             # program.
-            slow = _SLOWER * self._canonical_s.get(
-                (problem.task_id, problem.canonical), 0.0
-            )
+            key = problem.task_id, problem.canonical
+            slow = _SLOWER * self._canonical_s.get(key, 0.0)
             limit = max(timeout_s or self.timeout_s, slow)
-            for text in completions[problem.task_id]:
-                if whole_programs:
-                    program = text
-                else:
-                    program = program_in(problem, text, chat=chat)
-                jobs.append((problem, program, limit))
-        outcomes = iter(self._run(jobs, progress, "programs"))
+            jobs += [(problem, text, limit) for text in programs[problem.task_id]]
+        outcomes = iter(self._run(jobs, "programs"))
         return [
-            [next(outcomes) for _ in completions[problem.task_id]]
-            for problem in problems
+            [next(outcomes) for _ in programs[problem.task_id]] for problem in problems
         ]
 
     def _run(
-        self,
-        jobs: Sequence[tuple[Problem, str, float]],
-        progress: bool,
-        description: str,
+        self, jobs: Sequence[tuple[Problem, str, float]], description: str
     ) -> list[Outcome]:
         self._start()
         # The threads only wait: programs run in the servers' processes.
         idle: SimpleQueue[SandboxServer] = SimpleQueue()
         for server in self._servers:
             idle.put(server)
-        bar = progress_bar(total=len(jobs), desc=description, shown=progress)
+        bar = progress_bar(total=len(jobs), desc=description, shown=self.progress)
 
         def grade(job: tuple[Problem, str, float]) -> Outcome:
             server = idle.get()
@@ -350,15 +328,12 @@ def _grade(
 
     def run(tests: Sequence[str]) -> Outcome:
         reply = server.run(program, tests, limit, problem.names)
-        outcome = reply.get("outcome")
+        outcome, message = reply.get("outcome"), str(reply.get("message", reply))
         if outcome not in OUTCOME_CLASSES:
-            message = reply.get("message", reply)
             raise ScorerError(
                 f"problem {problem.task_id}: the sandbox failed: {message}"
             )
-        return Outcome(
-            problem.task_id, outcome, float(reply["seconds"]), str(reply["message"])
-        )
+        return Outcome(problem.task_id, outcome, float(reply["seconds"]), message)
 
     if not problem.base_tests:
         return run(problem.tests)

@@ -1,6 +1,6 @@
 """Code tasks in an evaluation (`fcsd.evaluation.steps`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,17 +8,21 @@ from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.text import Work
 from fcsd.data.rendering import chat_writer, require_chat_template
 from fcsd.data.thoughts import END_OF_PROMPT
-from fcsd.evaluation.backend import Backend, Served
+from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem, load_problems
+from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
-from fcsd.evaluation.datasets import dataset_location, hub_advice
+from fcsd.evaluation.datasets import dataset_location, reading
 from fcsd.evaluation.results import code_samples
+from fcsd.evaluation.scores import Row, Sample
 from fcsd.evaluation.steps import Answered, Context
 from fcsd.model.load import num_positions
 from fcsd.training.generation import SAMPLING_SEED, Decoding, Question, Reader, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fcsd.evaluation.served import ServedBackend
 
 _GENERATED = ("test",)
 
@@ -29,7 +33,7 @@ def prepare(
     data_root: Path | None,
     tokenizer: Any,
     limit: int | None,
-) -> tuple[list[Problem], dict[str, Any]]:
+) -> tuple[list[Problem], Row]:
     """Read the problems."""
     problems = load_problems(row, data_root)
     # Only for its errors, before a model runs: for example, a missing chat template.
@@ -38,18 +42,16 @@ def prepare(
     return problems[:limit], facts
 
 
-def work(
-    row: CodeTaskConfig,
-    items: Sequence[Problem],
-    limit: int | None,
-    context: Context,
-) -> Work:
+def work(row: CodeTaskConfig, items: Sequence[Problem], context: Context) -> Work:
     """Count the tokens that the completions may have."""
     return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
 
 
 def check_server(
-    row: CodeTaskConfig, items: Sequence[Problem], limit: int | None, served: Served
+    row: CodeTaskConfig,
+    items: Sequence[Problem],
+    served: "ServedBackend",
+    context: Context,
 ) -> None:
     """Refuse a server whose context is too short."""
     texts = prompt_texts(served.tokenizer, items, row)
@@ -59,19 +61,17 @@ def check_server(
 
 
 def check_positions(
-    row: CodeTaskConfig,
-    items: Sequence[Problem],
-    config: Any,
-    tokenizer: Any,
+    row: CodeTaskConfig, items: Sequence[Problem], config: Any, context: Context
 ) -> None:
     """Refuse prompts that leave no room for their programs."""
-    prompt_tokens(config, tokenizer, prompt_texts(tokenizer, items, row), row)
+    texts = prompt_texts(context.tokenizer, items, row)
+    prompt_tokens(config, context.tokenizer, texts, row)
 
 
 def run(
     row: CodeTaskConfig,
     items: Sequence[Problem],
-    facts: Mapping[str, Any],
+    facts: Row,
     backend: Backend,
     context: Context,
 ) -> Answered:
@@ -89,18 +89,21 @@ def run(
         for problem, several in zip(items, by_problem, strict=True)
     }
 
-    def scored() -> list[dict[str, Any]]:
+    def scored() -> list[Sample]:
         assert context.scorer is not None
-        options: dict[str, Any] = {
-            "timeout_s": row.timeout_s,
-            "chat": row.chat_template,
-            "progress": context.progress,
+        programs = {
+            problem.task_id: [
+                program_in(problem, text, chat=row.chat_template)
+                for text in completions[problem.task_id]
+            ]
+            for problem in items
         }
+        score, limit = context.scorer.score_samples, row.timeout_s
         try:
-            outcomes = context.scorer.score_samples(items, completions, **options)
+            outcomes = score(items, programs, timeout_s=limit)
         # Try once more with new servers: generating may have taken hours.
         except ScorerError:
-            outcomes = context.scorer.score_samples(items, completions, **options)
+            outcomes = score(items, programs, timeout_s=limit)
         return code_samples(row, items, prompts, completions, outcomes)
 
     at_limit = [[answer.at_limit for answer in several] for several in by_problem]
@@ -139,28 +142,23 @@ def _load(row: CodeTaskConfig, data_root: Path | None) -> Any:
     }
     # Not validated: a test set may have any columns, but a training source's columns
     # make an example.
-    try:
+    with reading(row, data_root, location):
         return load_source(SourceConfig.model_construct(**options))
-    except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(row, data_root)
-        raise UserError(f"task {row.task}: {error}{advice}") from error
 
 
 def prompts(
-    row: CodeTaskConfig,
-    suite: SuiteConfig,
-    data_root: Path | None,
-    tokenizer: Any,
-    limit: int | None,
+    row: CodeTaskConfig, items: Sequence[Problem], tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
     """Tokenize the problems' prompts."""
-    problems = load_problems(row, data_root)[:limit]
+    return _tokens(tokenizer, prompt_texts(tokenizer, items, row), row)
+
+
+def _tokens(
+    tokenizer: Any, texts: Sequence[str], row: CodeTaskConfig
+) -> list[list[int]]:
     # A chat template writes its own special tokens.
     special = not row.chat_template
-    return [
-        tokenizer(text, add_special_tokens=special)["input_ids"]
-        for text in prompt_texts(tokenizer, problems, row)
-    ]
+    return [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
 
 
 def prompt_texts(
@@ -174,10 +172,9 @@ def prompt_texts(
     template = task.prompt_template
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
+    first = []
     if task.system_prompt:
         first = [{"role": "system", "content": task.system_prompt}]
-    else:
-        first = []
     turns: Any = [
         [*first, {"role": "user", "content": problem.text(template)}]
         for problem in problems
@@ -194,11 +191,7 @@ def prompt_tokens(
     task: CodeTaskConfig,
 ) -> list[list[int]]:
     """Tokenize prompts, and refuse one that leaves no room for its completion."""
-    # A chat template writes its own special tokens.
-    tokens = [
-        tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"]
-        for text in texts
-    ]
+    tokens = _tokens(tokenizer, texts, task)
     longest = max(map(len, tokens), default=0)
     positions = num_positions(config)
     if positions is not None and longest + task.max_new_tokens > positions:

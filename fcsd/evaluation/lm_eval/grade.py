@@ -15,11 +15,10 @@ from lm_eval.models.utils import postprocess_generated_text
 from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.lm_eval.tasks import run_task
-from fcsd.evaluation.results import texts_of
+from fcsd.evaluation.lm_eval.tasks import Tasks, run_task
+from fcsd.evaluation.results import Line, Lines, texts_of
+from fcsd.evaluation.scores import Sample
 
-# a line's position in the file, and its contents
-Lines = Sequence[tuple[str, Mapping[str, Any]]]
 _Item = tuple[str, int]  # task, and number of the document
 
 
@@ -45,20 +44,15 @@ class AnswersOfFile(LM):
         counts: Counter[_Item] = Counter()
         texts = []
         for request in requests:
-            # among the documents with an answer
-            task, position = str(request.task_name), int(request.doc_id)
-            item = (
-                task,
-                self.documents[task][position] if task in self.documents else position,
-            )
+            task, number = str(request.task_name), int(request.doc_id)
+            if task in self.documents:  # among those with an answer
+                number = self.documents[task][number]
+            item = task, number
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
             answer = answer_in(text) if self.thinking else text
-            texts.append(
-                postprocess_generated_text(
-                    answer, (request.args[1] or {}).get("until"), None
-                )
-            )
+            until = (request.args[1] or {}).get("until")
+            texts.append(postprocess_generated_text(answer, until, None))
         return texts
 
     def loglikelihood(self, requests: Any) -> Any:
@@ -73,12 +67,12 @@ class AnswersOfFile(LM):
 def grade_answers(
     file: Path,
     row: LMEvalTaskConfig,
-    tasks: dict[str, Any],
+    tasks: Tasks,
     lines: Lines,
     *,
     partial: bool,
     thinking: bool,
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Grade the lines that are of this row's tasks: the samples, as of a model that is
     evaluated.
 
@@ -105,16 +99,11 @@ def grade_answers(
     }
     if not answers:
         raise UserError(f"task {row.task}: the file holds no answer to it")
-    missing = [
-        f"{name}/{n}"
-        for name, numbers in documents.items()
-        for n in numbers
-        if (name, n) not in answers
-    ]
+    asked = [(name, n) for name, numbers in documents.items() for n in numbers]
+    missing = [f"{name}/{n}" for name, n in asked if (name, n) not in answers]
     if missing:
-        total = sum(map(len, documents.values()))
         raise UserError(
-            f"{file}: task {row.task}: {len(missing)} of {total} documents have no"
+            f"{file}: task {row.task}: {len(missing)} of {len(asked)} documents have no"
             f" answer (the first is {missing[0]}); add them, or grade only the others"
             " with --partial"
         )
@@ -151,59 +140,57 @@ def grade_answers(
     ]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
-        _whole(row, samples, *first_lines[item], answers[item])
+        _whole(row, samples, first_lines[item], answers[item])
         for item, *samples in zip(items, *graded, strict=True)
     ]
 
 
 def _whole(
     row: LMEvalTaskConfig,
-    samples: Sequence[dict[str, Any]],
-    where: str,
-    line: Mapping[str, Any],
+    samples: Sequence[Sample],
+    line_of: Line,
     texts: Sequence[str],
-) -> dict[str, Any]:
+) -> Sample:
     """Join the graded answers of the document to which the line belongs.
 
     The prompt is the line's, if it has one.
     """
-    first = samples[0]
+    (where, line), first = line_of, samples[0]
     # A line that records its document's hash shows whether the data set is the same.
     if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
         raise UserError(
             f"{where}: doc_hash belongs to another document than {row.task}'s"
             f" {first['doc_id']}: the data set differs"
         )
-    first = first | (
-        {"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {}
-    )
+    if "prompt_hash" in line:
+        first["prompt_hash"] = line["prompt_hash"]
     if len(texts) == 1:
         return first
     scores = [sample["score"] for sample in samples]
+    completions = list(texts)
+    if len(scores) > 1:
+        completions = [sample["completion"] for sample in samples]
     del first["completion"]
     first.pop("metrics", None)  # of the first answer alone
     return first | {
         "score": sum(scores) / len(scores),
-        "completions": (
-            [sample["completion"] for sample in samples]
-            if len(scores) > 1
-            else list(texts)
-        ),
+        "completions": completions,
         "scores": scores,
     }
 
 
 def _by_document(
-    row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines
-) -> tuple[dict[_Item, list[str]], dict[_Item, tuple[str, Mapping[str, Any]]]]:
+    row: LMEvalTaskConfig, tasks: Tasks, lines: Lines
+) -> tuple[dict[_Item, list[str]], dict[_Item, Line]]:
     """Sort the lines by document: its answers, and the line that names it first."""
     answers: dict[_Item, list[str]] = {}
-    first_lines: dict[_Item, tuple[str, Mapping[str, Any]]] = {}
+    first_lines: dict[_Item, Line] = {}
     hashes: dict[str, _Item] | None = None
     for where, line in lines:
         task = line.get("task", row.task)
         if task != row.task and task not in tasks:
             continue
+        name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
         if "doc_id" in line:
             item = _item(line["doc_id"], task, where)
         else:
@@ -211,22 +198,16 @@ def _by_document(
             # it.
             if hashes is None:
                 hashes = _hashes(row, tasks)
-            named = next(
-                (key for key in ("doc_hash", "prompt_hash") if key in line), None
-            )
-            if named is None:
+            if name is None:
                 raise UserError(
                     f"{where}: needs doc_id, doc_hash or prompt_hash to identify the"
                     " document"
                 )
-            item = hashes.get(str(line[named]), ("", -1))
+            item = hashes.get(str(name), ("", -1))
         if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):
-            name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
             raise UserError(f"{where}: {name!r} is not a document of {row.task}")
         missing = "no 'completion' (an answer) and no 'completions' (several)"
-        _, texts = texts_of(
-            line, where, {"completions": True, "completion": False}, missing
-        )
+        _, texts = texts_of(line, where, ("completions", "completion"), missing)
         answers.setdefault(item, []).extend(texts)
         first_lines.setdefault(item, (where, line))
     return answers, first_lines
@@ -242,7 +223,7 @@ def _item(doc_id: Any, task: str, where: str = "") -> _Item:
     return (member if slash else task, int(number))
 
 
-def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
+def _hashes(row: LMEvalTaskConfig, tasks: Tasks) -> dict[str, _Item]:
     """Hash every document and its prompt as lm-eval does, by asking for answers that
     are not there.
     """

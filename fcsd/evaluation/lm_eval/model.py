@@ -11,7 +11,7 @@ Importing this imports lm-eval.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,6 @@ from fcsd.training.generation import (
     end_tokens,
 )
 
-# A batch is a list of sequences, a sequence the (number, request) that it answers.
-_Batches = Iterable[list[list[tuple[int, Any]]]]
 TASK_SETTINGS = frozenset({
     "num_beams", "length_penalty", "early_stopping", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens",
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "sequence_bias",
@@ -145,10 +143,27 @@ class LanguageModel(HFLM):
             )
         return Decoding(Sampling(**chosen) if drawn else None, settings), seed
 
-    def prompt_of(self, request: Any) -> list[int]:
-        """Return the tokens of a request's prompt, which may be too long."""
-        ids, _ = self.tok_batch_encode([request.args[0]])
-        return list(map(int, ids[0].tolist()))
+    def questions(self, requests: Any, positions: int) -> list[Question]:
+        """Return the requests as questions. A prompt that leaves no room for its answer
+        is noted, and cut on the left to fit the positions; UserError for an answer that
+        leaves no room for a prompt.
+        """
+        questions = []
+        for number, request in enumerate(requests):
+            reader = self.reader(request)
+            check_room(reader.limit, self.max_length)
+            ids, _ = self.tok_batch_encode([request.args[0]])
+            prompt = list(map(int, ids[0].tolist()))
+            if len(prompt) > self.max_length - reader.limit:
+                self.cut.add(request.args[0])
+            self.require_room(min(len(prompt) + reader.limit, self.max_length))
+            decoding, seed = self.decoding(request, number)
+            prompt = prompt[-(positions - reader.limit) :]
+            questions.append(Question(prompt, reader, seed, decoding))
+        return questions
+
+    def require_room(self, tokens: int) -> None:
+        """Refuse more tokens than the model takes where it runs."""
 
     def noted(self, requests: Sequence[Any], answers: Sequence[Answer]) -> list[str]:
         """Return the texts, and note the answers that the token limit ended, and those
@@ -200,17 +215,6 @@ class LanguageModel(HFLM):
             if len(prompt) + len(answer) > self.longest:
                 self.cut.add(context)
 
-    def check_prompts(self, requests: Any) -> None:
-        """Refuse an answer that leaves no room for a prompt, and note which prompts
-        will be cut.
-        """
-        for request in requests:
-            context, settings = request.args
-            new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
-            check_room(new, self.max_length)
-            if len(self.tok_encode(context)) > self.max_length - new:
-                self.cut.add(context)
-
 
 def check_room(max_new_tokens: int, positions: int) -> None:
     """Raise UserError where answers leave no room for a prompt."""
@@ -239,109 +243,74 @@ class InMemory(LanguageModel):
         self.source.check_tokens(
             tokens for _, prompt, answer in requests for tokens in (prompt, answer)
         )
-        numbered = list(enumerate(requests))
         # As lm-eval does, one sequence answers all requests that differ in the last
         # token only.
         sequences = Collator.group(
-            numbered,
-            lambda numbered_request: (
-                numbered_request[1][1] + numbered_request[1][2][:-1]
-            ),
+            list(enumerate(requests)),
+            lambda numbered: numbered[1][1] + numbered[1][2][:-1],
             "contexts",
         )
         # Longest first: a batch that does not fit in memory fails immediately.
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
-        size = self._begin(len(order))
-        batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=size)
+        # In lm-eval's order, so that lm-eval forms the same batches again. Every rank
+        # holds the same requests, so only their numbers are dealt out.
+        batches = [
+            sorted(number for tokens in batch for number, _ in sequences[tokens])
+            for batch in Collator.get_chunks(order, n=self._begin(len(order)))
+        ]
         ask = super()._loglikelihood_tokens
-        return self._shared(
-            requests,
-            batches,
-            lambda batch: ask(batch, disable_tqdm=True),
-            lambda: self._model_call(self._one_token()),
-        )
+
+        def answer(numbers: list[int], size: int) -> list[tuple[int, Any]]:
+            self.batch_size_per_gpu = size
+            batch = [requests[number] for number in numbers]
+            return list(zip(numbers, ask(batch, disable_tqdm=True), strict=True))
+
+        def idle() -> None:
+            self._model_call(torch.tensor([[self.prefix_token_id]], device=self.device))
+
+        answers = dict(self._answers(batches, answer, idle))
+        return [answers[number] for number in range(len(requests))]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer on all ranks, each its share; but for the rows of a batch that have
         ended, and for thoughts, as lm-eval does.
         """
         size = self._begin(len(requests))
-        self.check_prompts(requests)
-        reading = [self.reader(request) for request in requests]
-        decodings = [self.decoding(r, number) for number, r in enumerate(requests)]
-        # A prompt that leaves no room for the answer is cut on the left.
-        prompts = [
-            self.prompt_of(request)[-(self.max_length - reader.limit) :]
-            for request, reader in zip(requests, reading, strict=True)
-        ]
+        questions = self.questions(requests, self.max_length)
+        self.source.check_tokens(question.prompt for question in questions)
         groups = Collator.group(
-            list(enumerate(requests)),
-            lambda numbered: numbered[1].args[1],
+            list(enumerate(questions)),
+            lambda numbered: requests[numbered[0]].args[1],
             "gen_kwargs",
         )
-        self.source.check_tokens(prompts)
-        lengths = [len(prompt) for prompt in prompts]
+        lengths = [len(question.prompt) for question in questions]
         order: list[int] = []
         batches = []
         for group in groups.values():
+            group.sort(key=lambda numbered: (-lengths[numbered[0]], numbered[1].prompt))
             numbers = [number for number, _ in group]
-            numbers.sort(key=lambda n: (-lengths[n], prompts[n], n))
-            alike = decodings[numbers[0]][0].needs_one_length(self.source.model.config)
+            alike = group[0][1].decoding.needs_one_length(self.source.config)
             order += numbers
             batches += [
-                [
-                    Question(prompts[n], reading[n], decodings[n][1], decodings[n][0])
-                    for n in batch
-                ]
+                [questions[number] for number in batch]
                 for batch in batches_of(numbers, lengths, size, alike)
             ]
 
         def idle() -> None:
-            self.source.idle(reading[0])
+            self.source.idle(questions[0].reader)
 
-        bar = {"desc": "requests", "shown": not self.silent}
-        texts = self.source.in_batches(
-            batches, self.source.tokens_of_batch, idle, **bar
-        )
+        texts = self._answers(batches, self.source.tokens_of_batch, idle)
         by_number = dict(zip(order, texts, strict=True))
         answers = [
-            reader.tokens(by_number[number]) for number, reader in enumerate(reading)
+            question.reader.tokens(by_number[number])
+            for number, question in enumerate(questions)
         ]
         return self.noted(requests, answers)
 
-    def _shared(
-        self,
-        requests: Any,
-        batches: _Batches,
-        ask: Callable[[list[Any]], list[Any]],
-        idle: Callable[[], Any],
-    ) -> list[Any]:
-        """Return the answers to all requests, batch by batch on all ranks.
-
-        batches: in lm-eval's order, so that lm-eval forms the same batches again. ask:
-        answers one batch. idle: runs a pass whose result is not used.
-        """
-        # Every rank holds the same requests, so only their numbers are dealt out.
-        numbered = [
-            sorted(number for sequence in batch for number, _ in sequence)
-            for batch in batches
-        ]
-
-        def answer(numbers: list[int], size: int) -> list[tuple[int, Any]]:
-            self.batch_size_per_gpu = size
-            return list(
-                zip(numbers, ask([requests[number] for number in numbers]), strict=True)
-            )
-
-        bar = {"desc": "requests", "shown": not self.silent}
-        answers = dict(self.source.in_batches(numbered, answer, idle, **bar))
-        return [answers[number] for number in range(len(requests))]
+    def _answers(self, batches: Any, ask: Any, idle: Any) -> list[Any]:
+        shown = not self.silent
+        return self.source.in_batches(batches, ask, idle, "requests", shown)
 
     def _begin(self, count: int) -> int:
         self.source.batch.begin(count, self.source.ranks)
         return int(self.source.batch.size)
-
-    def _one_token(self) -> torch.Tensor:
-        return torch.full(
-            (1, 1), self.prefix_token_id, dtype=torch.long, device=self.device
-        )

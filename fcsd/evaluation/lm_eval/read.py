@@ -16,21 +16,23 @@ from fcsd.evaluation.lm_eval.definitions import preferred_key
 from fcsd.evaluation.results import (
     Samples,
     generation_settings,
+    items_of_filter,
     json_lines,
     lm_eval_sample,
     mean_of,
     whole_result,
 )
+from fcsd.evaluation.scores import Result, Row, Sample
 from fcsd.evaluation.suites import shipped_floor
 
-Result = dict[str, Any]
+_Report = dict[str, Any]  # lm-eval's results_TIME.json
 # Sections that a results file may lack.
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")
 _DAMAGED = (LookupError, TypeError, ValueError, AttributeError)
 
 
 def read_lm_eval(
-    folder: Path, files: Sequence[Path], like: Mapping[str, Any] | None = None
+    folder: Path, files: Sequence[Path], like: Result | None = None
 ) -> tuple[Result, Samples]:
     """Read the results of one model in `files`, which lie in `folder`.
 
@@ -64,7 +66,7 @@ def read_lm_eval(
 def _converted(
     name: str, files: list[Path], metrics: Mapping[str, str]
 ) -> tuple[Result, Samples]:
-    by_task: dict[str, tuple[dict[str, Any], Path]] = {}
+    by_task: dict[str, tuple[_Report, Path]] = {}
     for file in files:  # by time: the newest result of a task counts
         report = read_json(file, "evaluate again")
         if not isinstance(report, dict) or not isinstance(report.get("results"), dict):
@@ -82,23 +84,14 @@ def _converted(
         "transformers": newest.get("transformers_version"),
     }
     # A choice of items (`--samples`) is as little a result as their first ones.
-    limit = config.get("limit") or min(
-        (
-            row["num_items"]
-            for row in tasks.values()
-            if row["num_items"] < row["num_items_total"]
-        ),
-        default=None,
-    )
+    counts = [(row["num_items"], row["num_items_total"]) for row in tasks.values()]
+    chosen = min((count for count, total in counts if count < total), default=None)
+    limit = config.get("limit") or chosen
     settings = {
         # lm-eval reads a limit below 1 as a share of the items.
         "limit": int(limit) if limit and limit >= 1 else limit,
         "batch_size": config.get("batch_size"),
-        "dtype": (
-            str(config["model_dtype"]).removeprefix("torch.")
-            if config.get("model_dtype")
-            else None
-        ),
+        "dtype": str(config.get("model_dtype") or "").removeprefix("torch.") or None,
         "device": config.get("device"),
         "fewshot_seed": config.get("fewshot_seed"),
         "decoding": "as lm_eval was told",
@@ -109,7 +102,7 @@ def _converted(
     return whole_result("lm_eval", model, tasks, settings, sandbox=None), samples
 
 
-def _tasks(report: Mapping[str, Any], metrics: Mapping[str, str]) -> list[str]:
+def _tasks(report: _Report, metrics: Mapping[str, str]) -> list[str]:
     """List tasks and groups that are no member of a group; a group without a score of
     its own is only a name.
     """
@@ -124,7 +117,7 @@ def _tasks(report: Mapping[str, Any], metrics: Mapping[str, str]) -> list[str]:
     return [name for name in [*groups, *report["results"]] if name not in names]
 
 
-def _below(group: str, report: Mapping[str, Any]) -> set[str]:
+def _below(group: str, report: _Report) -> set[str]:
     """Collect everything that a group contains, without the group."""
     members = {
         name for name in report["group_subtasks"].get(group, []) if name != group
@@ -132,12 +125,12 @@ def _below(group: str, report: Mapping[str, Any]) -> set[str]:
     return members | {name for member in members for name in _below(member, report)}
 
 
-def _leaves(task: str, report: Mapping[str, Any]) -> list[str]:
+def _leaves(task: str, report: _Report) -> list[str]:
     members = [name for name in report["group_subtasks"].get(task, []) if name != task]
     return [leaf for name in members for leaf in _leaves(name, report)] or [task]
 
 
-def _suite_row(task: str, report: Mapping[str, Any]) -> dict[str, Any]:
+def _suite_row(task: str, report: _Report) -> Row:
     """Describe how answers were generated, in the words of a suite."""
     config = report["configs"].get(_leaves(task, report)[0]) or {}
     row = {"task": task, "dataset": str(config.get("dataset_path", ""))}
@@ -148,8 +141,8 @@ def _suite_row(task: str, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _task(
-    task: str, report: Mapping[str, Any], file: Path, requested_metric: str | None
-) -> tuple[Result, list[dict[str, Any]]]:
+    task: str, report: _Report, file: Path, requested_metric: str | None
+) -> tuple[Row, list[Sample]]:
     leaves = _leaves(task, report)
     try:
         items = {leaf: _read_samples(leaf, file) for leaf in leaves}
@@ -157,14 +150,10 @@ def _task(
         name, rule = lm_eval_key(metric)
         samples = []
         for leaf, rows in items.items():
-            chosen = sorted(
-                (row for row in rows if row["filter"] == rule),
-                key=lambda row: int(row["doc_id"]),
-            )
             member = None if leaf == task else leaf
             samples += [
                 lm_eval_sample(row, float(row[name]), member, _requests(row))
-                for row in chosen
+                for row in items_of_filter(rows, rule)
             ]
     except _DAMAGED as error:
         raise UserError(
@@ -172,41 +161,37 @@ def _task(
             f" ({error!r}); evaluate again"
         ) from None
     config = report["configs"].get(leaves[0]) or {}
+    generates = config.get("output_type") == "generate_until"
     # lm-eval records one template per run, fcsd one per task.
-    task_template = (config.get("metadata") or {}).get("chat_template")
+    chat_template = (config.get("metadata") or {}).get("chat_template")
+    if chat_template is None:
+        chat_template = report.get("chat_template")
     # `n-samples` has the size of a task before a limit; without it the task counts as
     # complete.
-    sizes = [(report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
+    sizes: list[Any] = [
+        (report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves
+    ]
+    total = sum(sizes) if None not in sizes else len(samples)
     higher_is_better = (report["higher_is_better"].get(leaves[0]) or {}).get(name)
     floor = shipped_floor(task, metric)
     return {
         # A metric of fcsd's code tasks (`pass@1`) has no filter, and keeps its name.
-        "metric": metric
-        if "," in str(requested_metric or metric)
-        else str(requested_metric),
+        "metric": metric if "," in (requested_metric or metric) else requested_metric,
         **mean_of([sample["score"] for sample in samples]),
         **({} if floor is None else {"floor": floor}),
         "num_items": len(samples),
-        "num_items_total": (
-            sum(sizes) if all(isinstance(size, int) for size in sizes) else len(samples)
-        ),
+        "num_items_total": total,
         "num_fewshot": int(report["n-shot"].get(leaves[0]) or 0),
-        "kind": (
-            "generation"
-            if config.get("output_type") == "generate_until"
-            else "likelihood"
-        ),
+        "kind": "generation" if generates else "likelihood",
         "headline": True,
         "higher_is_better": higher_is_better is not False,
-        "chat_template": bool(report.get("chat_template"))
-        if task_template is None
-        else bool(task_template),
+        "chat_template": bool(chat_template),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,
     }, samples
 
 
-def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
+def _read_samples(task: str, file: Path) -> list[Sample]:
     # lm-eval gives samples and results of one run the same time in their names.
     path = file.with_name(
         f"samples_{task}_{file.name.removeprefix('results_').removesuffix('.json')}.jsonl"
@@ -233,8 +218,8 @@ def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
 
 def _metric(
     task: str,
-    results: Mapping[str, Any],
-    items: Mapping[str, list[dict[str, Any]]],
+    results: _Report,
+    items: Mapping[str, list[Sample]],
     file: Path,
     requested_metric: str | None,
 ) -> str:
@@ -249,12 +234,13 @@ def _metric(
         if all(_is_mean(key, results[leaf], rows) for leaf, rows in items.items())
     ]
     if requested_metric is not None:
-        if ",".join(lm_eval_key(requested_metric)) not in means:
+        key = ",".join(lm_eval_key(requested_metric))
+        if key not in means:
             raise UserError(
                 f"{file}: task {task} has no metric {requested_metric}; it has"
                 f" {', '.join(means) or 'none'}"
             )
-        return ",".join(lm_eval_key(requested_metric))
+        return key
     if not means:
         raise UserError(
             f"{file}: task {task} has no metric that is a mean over items, so it cannot"
@@ -263,9 +249,7 @@ def _metric(
     return preferred_key(means)
 
 
-def _is_mean(
-    key: str, values: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-) -> bool:
+def _is_mean(key: str, values: Row, rows: Sequence[Sample]) -> bool:
     name, comma, rule = key.partition(",")
     if not comma or name.endswith("_stderr") or key not in values:
         return False
@@ -280,7 +264,7 @@ def _is_mean(
     )
 
 
-def _requests(row: Mapping[str, Any]) -> list[list[Any]]:
+def _requests(row: Sample) -> list[list[Any]]:
     return [
         list(arguments.values())
         for arguments in (row.get("arguments") or {}).values()

@@ -18,8 +18,7 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import LanguageModel
-from fcsd.evaluation.lm_eval.tasks import longest_requests
-from fcsd.training.generation import Question
+from fcsd.evaluation.lm_eval.tasks import Tasks, longest_requests
 
 
 class ServedModel(LanguageModel):
@@ -41,9 +40,7 @@ class ServedModel(LanguageModel):
         """
         return min(super().longest, self.context - 1)
 
-    def look(
-        self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
-    ) -> None:
+    def look(self, row: LMEvalTaskConfig, tasks: Tasks, limit: int | None) -> None:
         """Refuse a task whose longest items the server does not take and the model
         would, without asking it.
         """
@@ -57,7 +54,7 @@ class ServedModel(LanguageModel):
             self._looking = False
             self.cut.clear()
 
-    def _require_room(self, tokens: int) -> None:
+    def require_room(self, tokens: int) -> None:
         """Refuse to cut a prompt that fits the model, but not the server as it was
         started.
         """
@@ -75,7 +72,7 @@ class ServedModel(LanguageModel):
         bodies = []
         for _, prompt, answer in requests:
             # One more, because a server generates at least one token for each request.
-            self._require_room(min(len(prompt) + len(answer), self.max_length) + 1)
+            self.require_room(min(len(prompt) + len(answer), self.max_length) + 1)
             bodies.append(
                 {
                     "prompt": (prompt + answer)[-self.longest :],
@@ -92,23 +89,13 @@ class ServedModel(LanguageModel):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does."""
-        self.check_prompts(requests)
-        questions = []
-        for number, request in enumerate(requests):
-            reader = self.reader(request)
-            # The beginning is cut so that the answer fits, as in memory.
-            ids = self.prompt_of(request)
-            self._require_room(
-                min(len(ids), self.max_length - reader.limit) + reader.limit
-            )
-            room = min(self.max_length, self.context) - reader.limit
-            decoding, seed = self.decoding(request, number)
-            if unknown := decoding.settings.keys() - {"repetition_penalty"}:
+        questions = self.questions(requests, min(self.max_length, self.context))
+        for question in questions:
+            if unknown := question.decoding.settings.keys() - {"repetition_penalty"}:
                 raise UserError(
                     f"the task sets {', '.join(sorted(unknown))} for generation, which"
                     " fcsd cannot set on a server; evaluate it in memory"
                 )
-            questions.append(Question(ids[-room:], reader, seed, decoding))
         if self._looking:
             return [""] * len(questions)
         return self.noted(requests, self.backend.answers(questions))

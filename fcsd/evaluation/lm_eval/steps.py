@@ -2,20 +2,23 @@
 by the answer that the model writes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import errors_begin
 from fcsd.base.text import Work
 from fcsd.data.rendering import chat_writer
-from fcsd.evaluation.backend import Backend, Served
-from fcsd.evaluation.config import KINDS, LMEvalTaskConfig, SuiteConfig, items_limit
+from fcsd.evaluation.backend import Backend
+from fcsd.evaluation.config import KINDS, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval import tasks
+from fcsd.evaluation.lm_eval.tasks import Tasks
+from fcsd.evaluation.scores import Row
 from fcsd.evaluation.steps import Answered, Context
 from fcsd.model.load import num_positions
 
-Tasks = dict[str, Any]
+if TYPE_CHECKING:
+    from fcsd.evaluation.served import ServedBackend
 
 
 def prepare(
@@ -24,7 +27,7 @@ def prepare(
     data_root: Path | None,
     tokenizer: Any,
     limit: int | None,
-) -> tuple[Tasks, dict[str, Any]]:
+) -> tuple[Tasks, Row]:
     """Load lm-eval's task, or the members of its group."""
     items = tasks.load_task(row, suite, data_root, tokenizer)
     return items, {
@@ -35,15 +38,13 @@ def prepare(
     }
 
 
-def work(
-    row: LMEvalTaskConfig, items: Tasks, limit: int | None, context: Context
-) -> Work:
+def work(row: LMEvalTaskConfig, items: Tasks, context: Context) -> Work:
     """Count the characters that are read, or the tokens that may be written."""
-    return tasks.work(row, items, limit)
+    return tasks.work(row, items, context.limit(row))
 
 
 def check_server(
-    row: LMEvalTaskConfig, items: Tasks, limit: int | None, served: Served
+    row: LMEvalTaskConfig, items: Tasks, served: "ServedBackend", context: Context
 ) -> None:
     """Refuse a server that gives no log-probabilities, or has too short a context."""
     served.server.refuse(
@@ -54,11 +55,11 @@ def check_server(
         )
     )
     with errors_begin(f"task {row.task}: "):
-        served.language_model.look(row, items, limit)
+        served.language_model.look(row, items, context.limit(row))
 
 
 def check_positions(
-    row: LMEvalTaskConfig, items: Tasks, config: Any, tokenizer: Any
+    row: LMEvalTaskConfig, items: Tasks, config: Any, context: Context
 ) -> None:
     """Refuse answers that leave no room for a prompt; a longer prompt is cut."""
     positions = num_positions(config)
@@ -74,13 +75,13 @@ def check_positions(
 def run(
     row: LMEvalTaskConfig,
     items: Tasks,
-    facts: Mapping[str, Any],
+    facts: Row,
     backend: Backend,
     context: Context,
 ) -> Answered:
     """Let lm-eval ask the model."""
-    model, limit = backend.language_model, items_limit(row, context.config.limit)
-    samples = tasks.run_task(model, row, items, limit)
+    model = backend.language_model
+    samples = tasks.run_task(model, row, items, context.limit(row))
     if not KINDS[row.kind].writes:
         return samples, {"thoughts_closed_by": model.closed} if model.closed else {}
     return samples, {
@@ -99,17 +100,13 @@ def texts(
 
 
 def prompts(
-    row: LMEvalTaskConfig,
-    suite: SuiteConfig,
-    data_root: Path | None,
-    tokenizer: Any,
-    limit: int | None,
+    row: LMEvalTaskConfig, items: Tasks, tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
     """Tokenize the documents' prompts as lm-eval does, without a first token of ours."""
     chat = chat_writer(tokenizer, bool(row.thinking))
     return [
         tokenizer(str(requests[0].args[0]), add_special_tokens=False)["input_ids"]
-        for task in tasks.load_task(row, suite, data_root, tokenizer).values()
+        for task in items.values()
         for requests in tasks.item_requests(
             task, row, range(tasks.num_items({"": task}, limit)), chat
         )

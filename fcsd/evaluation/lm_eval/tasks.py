@@ -40,8 +40,12 @@ from fcsd.evaluation.datasets import (
 )
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
-from fcsd.evaluation.results import generation_settings, lm_eval_sample
+from fcsd.evaluation.results import generation_settings, items_of_filter, lm_eval_sample
+from fcsd.evaluation.scores import Row, Sample
 from fcsd.model.preserve import quiet
+
+Tasks = dict[str, Any]
+"""lm-eval's tasks of a suite's row, by name: one, or the members of a group."""
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
@@ -51,7 +55,7 @@ _LONGEST = 8  # documents of a task whose length is looked at before it is run
 
 def load_task(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
-) -> dict[str, Any]:
+) -> Tasks:
     """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with
     the row's settings.
     """
@@ -62,11 +66,10 @@ def load_task(
     overrides: dict[str, Any] = {
         "num_fewshot": row.num_fewshot,
         "dataset_path": location,
+        "dataset_name": row.dataset_name,
+        "test_split": row.split,
     }
-    if row.dataset_name is not None:
-        overrides["dataset_name"] = row.dataset_name
-    if row.split is not None:
-        overrides["test_split"] = row.split
+    overrides = {key: value for key, value in overrides.items() if value is not None}
     if row.revision is not None and not Path(location).exists():
         overrides["dataset_kwargs"] = {"revision": row.revision}
     with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
@@ -104,7 +107,7 @@ def load_task(
                 include_path=[str(folder), str(overlay)], include_defaults=False
             )
             with _seeded():
-                tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
+                tasks: Tasks = dict(manager.load([_GROUP])["tasks"])
         except ModuleNotFoundError as error:
             raise UserError(
                 f"task {row.task}: needs packages that are not installed"
@@ -117,16 +120,16 @@ def load_task(
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, suite, registry, location)
+            reason = first_line(error)
             if isinstance(error, KeyError):
                 reason = f"it has nothing named {error}"
-            else:
-                reason = first_line(error)
-            problem = f"cannot be loaded with the data set {location}: {reason}"
-            columns = ", ".join(columns_of(row.task, suite))
-            advice = hub_advice(row, data_root) or (
-                f"; the task needs the columns {columns}" if columns else ""
-            )
-            raise UserError(f"task {row.task}: {problem}{advice}") from error
+            columns, advice = columns_of(row.task, suite), hub_advice(row, data_root)
+            if columns and not advice:
+                advice = f"; the task needs the columns {', '.join(columns)}"
+            raise UserError(
+                f"task {row.task}: cannot be loaded with the data set {location}:"
+                f" {reason}{advice}"
+            ) from error
     for name, task in tasks.items():
         _apply(task, row)
         _check_data(name, task, row, suite, location)
@@ -233,7 +236,7 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
 
-def generation(task: Any) -> dict[str, Any]:
+def generation(task: Any) -> Row:
     """Describe how the answers to one of lm-eval's tasks are generated, in the words of
     a suite's row; {} where none are.
     """
@@ -242,13 +245,13 @@ def generation(task: Any) -> dict[str, Any]:
     return generation_settings(task.config.generation_kwargs or {}, _MAX_NEW_TOKENS)
 
 
-def num_items(tasks: dict[str, Any], limit: int | None) -> int:
+def num_items(tasks: Tasks, limit: int | None) -> int:
     """Count the items that a row's tasks are evaluated on."""
     counts = [len(task.eval_docs) for task in tasks.values()]
     return sum(counts if limit is None else [min(count, limit) for count in counts])
 
 
-def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
+def work(row: LMEvalTaskConfig, tasks: Tasks, limit: int | None) -> Work:
     """Estimate the work of a row for a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if KINDS[row.kind].writes:
@@ -256,8 +259,7 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
         return Work(items, "tokens", items * max(tokens))
     characters = 0.0
     for task in tasks.values():
-        documents = task.eval_docs
-        count = len(documents) if limit is None else min(limit, len(documents))
+        documents, count = task.eval_docs, num_items({"": task}, limit)
         # Four evenly spaced documents represent a task.
         chosen = {count * part // 4 for part in range(4)}
         read = sum(_characters_read(task, documents[index]) for index in chosen)
@@ -287,7 +289,7 @@ def _characters_read(task: Any, document: Any) -> int:
 
 
 def longest_requests(
-    language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
+    language_model: Any, row: LMEvalTaskConfig, tasks: Tasks, limit: int | None
 ) -> Iterator[list[Any]]:
     """Build the requests about the few documents of each task that have the longest
     text.
@@ -331,7 +333,7 @@ def item_requests(
     return list(by_item.values())
 
 
-def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
+def higher_is_better(tasks: Tasks, row: LMEvalTaskConfig) -> bool:
     """Tell whether more is better in the row's metric, as lm-eval says; True where it
     says nothing.
     """
@@ -344,10 +346,10 @@ def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
 def run_task(
     language_model: Any,
     row: LMEvalTaskConfig,
-    tasks: dict[str, Any],
+    tasks: Tasks,
     limit: int | None,
     documents: dict[str, list[int]] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Evaluate one row and return its samples in the order of the data set (group
     members one after another).
 
@@ -384,35 +386,31 @@ def run_task(
     metric, name = row.metric.split(",", 1)
     samples = []
     for task, items in output["samples"].items():
-        # lm-eval logs an item once for each filter of its task.
-        chosen = sorted(
-            (item for item in items if item["filter"] == name),
-            key=lambda item: int(item["doc_id"]),
-        )
+        values, member = output["results"][task], None if task == row.task else task
+        chosen = items_of_filter(items, name)
         scores = [float(item[metric]) for item in chosen]
-        _require_mean(row, float(output["results"][task][row.metric]), scores)
+        _require_mean(row, float(values[row.metric]), scores)
         beside = [
             key
-            for key in (tasks[task].aggregation() if KINDS[row.kind].writes else ())
-            if key != metric and _adds_up(chosen, key, output["results"][task], name)
+            for key in tasks[task].aggregation()
+            if KINDS[row.kind].writes and key != metric
+            if _adds_up(chosen, key, values.get(f"{key},{name}"))
         ]
         for item, score in zip(chosen, scores, strict=True):
-            cut = any(
-                str(arguments[0]) in language_model.cut
-                for arguments in item["arguments"]
-            )
-            sample = lm_eval_sample(
-                item, score, None if task == row.task else task, item["arguments"]
-            )
+            requests = item["arguments"]
+            sample = lm_eval_sample(item, score, member, requests)
             answer = _prediction(tasks[task], item, metric)
-            sample |= {} if answer is None else {"prediction": answer}
+            if answer is not None:
+                sample["prediction"] = answer
             if beside:
                 sample["metrics"] = {key: item[key] for key in beside}
-            samples.append(sample | ({"cut": True} if cut else {}))
+            if any(str(context) in language_model.cut for context, *_ in requests):
+                sample["cut"] = True
+            samples.append(sample)
     return samples
 
 
-def _prediction(task: Any, item: dict[str, Any], metric: str) -> int | str | None:
+def _prediction(task: Any, item: Sample, metric: str) -> int | str | None:
     """Return the answer that was scored: the number of a choice, counted from 0, or the
     text that the task's filter found; None where the metric chooses none, or the task
     has a rule of its own (the second choice set of TruthfulQA).
@@ -462,13 +460,10 @@ def _no_bars_while_building() -> Iterator[None]:
         task.tqdm = bar
 
 
-def _adds_up(
-    items: Sequence[dict[str, Any]], key: str, values: dict[str, Any], name: str
-) -> bool:
+def _adds_up(items: Sequence[Sample], key: str, value: Any) -> bool:
     """Tell whether a metric of these items is a mean over them, or, of lists, over all
     that they hold: then it is told beside the row's own.
     """
-    value = values.get(f"{key},{name}")
     numbers: list[float] = []
     for item in items:
         part = item.get(key)

@@ -15,15 +15,13 @@ from typing import Any
 from fcsd.base.stats import pooled_standard_error, standard_error
 from fcsd.base.writing import inside, write_json, write_text
 from fcsd.evaluation.config import KINDS, lm_eval_key
-from fcsd.evaluation.results import text_hash
-from fcsd.evaluation.scores import by_member
+from fcsd.evaluation.results import Samples, text_hash
+from fcsd.evaluation.scores import Result, Row, Sample, by_member
+
+_Report = dict[str, Any]  # lm-eval's results_TIME.json, or a part of it
 
 
-def write_lm_eval(
-    result: Mapping[str, Any],
-    samples: Mapping[str, Sequence[Mapping[str, Any]]],
-    folder: Path,
-) -> Path:
+def write_lm_eval(result: Result, samples: Samples, folder: Path) -> Path:
     """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that
     folder.
     """
@@ -36,7 +34,7 @@ def write_lm_eval(
     settings = result["settings"]
     versions = settings.get("versions", {})
     chat = [bool(row.get("chat_template")) for row in result["tasks"].values()]
-    report: dict[str, Any] = {
+    report: _Report = {
         "results": {}, "groups": {}, "group_subtasks": {}, "configs": {}, "versions": {}, "n-shot": {},
         "higher_is_better": {}, "n-samples": {},
         "config": {
@@ -54,37 +52,27 @@ def write_lm_eval(
         "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
     }  # fmt: skip
     suite = {row["task"]: row for row in settings.get("suite", {}).get("tasks", [])}
-    # lm-eval has one file of samples for each member of a group, and a score for the
-    # group.
     for task, row in result["tasks"].items():
         if KINDS[row["kind"]].distance:  # which lm-eval does not know
             continue
-        metric = lm_eval_key(row["metric"])
-        members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
-            samples[task], row["kind"]
-        )
+        # lm-eval has one file of samples for each member of a group, and a score for
+        # the group.
+        members = by_member(samples[task], row["kind"])
+        total = row.get("num_items_total")
         if members:
-            _add_group(report, task, row, metric, members)
+            total = None
+            _add_group(report, task, row, members)
         for part, items in (members or {task: samples[task]}).items():
-            _add_task(
-                report,
-                part,
-                row,
-                metric,
-                items,
-                None if members else row.get("num_items_total"),
-            )
+            _add_task(report, part, row, items, total)
             if KINDS[row["kind"]].writes and task in suite:
                 report["configs"][part]["generation_kwargs"] = _generation_kwargs(
                     suite[task]
                 )
-            rows = [_lm_eval_sample(item, metric) for item in items]
+            rows = [_lm_eval_sample(item, row) for item in items]
             # lm-eval also hashes a task from the hashes of its samples.
+            hashes = ("doc_hash", "prompt_hash", "target_hash")
             report["task_hashes"][part] = text_hash(
-                "".join(
-                    line["doc_hash"] + line["prompt_hash"] + line["target_hash"]
-                    for line in rows
-                )
+                "".join(line[name] for line in rows for name in hashes)
             )
             lines = [
                 json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
@@ -108,26 +96,20 @@ def _plain(text: str) -> str:
 
 
 def _add_scores(
-    report: dict[str, Any],
-    name: str,
-    row: Mapping[str, Any],
-    key: tuple[str, str],
-    items: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    report: _Report, name: str, row: Row, items: Sequence[Sample], error: float | None
+) -> _Report:
     """Add the fields that tasks and groups share; return the scores, of which a group
-    has more. key: of its metric (`lm_eval_key`).
+    has more. error: the standard error.
     """
-    metric, rule = key
+    metric, rule = lm_eval_key(row["metric"])
     scores = [item["score"] for item in items]
     report["results"][name] = result = {
         "name": name,
         "alias": name,
         "sample_len": len(scores),
         f"{metric},{rule}": math.fsum(scores) / len(scores),
-        f"{metric}_stderr,{rule}": (
-            # As lm-eval writes an error that is not known.
-            "N/A" if (error := standard_error(scores)) is None else error
-        ),
+        # As lm-eval writes an error that is not known.
+        f"{metric}_stderr,{rule}": "N/A" if error is None else error,
     }
     report["n-shot"][name] = row["num_fewshot"]
     report["versions"][name] = "fcsd"
@@ -136,36 +118,26 @@ def _add_scores(
 
 
 def _add_group(
-    report: dict[str, Any],
-    name: str,
-    row: Mapping[str, Any],
-    key: tuple[str, str],
-    members: Mapping[str, Sequence[Mapping[str, Any]]],
+    report: _Report, name: str, row: Row, members: Mapping[str, Sequence[Sample]]
 ) -> None:
     """Add a group: it has a score and no configuration, so that whoever reads `configs`
     finds samples for each.
     """
     items = [item for part in members.values() for item in part]
-    metric, rule = key
-    report["groups"][name] = result = _add_scores(report, name, row, key, items)
-    result["sample_count"] = {f"{metric},{rule}": len(items)}
     error = pooled_standard_error(
         [[item["score"] for item in part] for part in members.values()]
     )
-    result[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
+    report["groups"][name] = result = _add_scores(report, name, row, items, error)
+    result["sample_count"] = {",".join(lm_eval_key(row["metric"])): len(items)}
     report["group_subtasks"][name] = list(members)
 
 
 def _add_task(
-    report: dict[str, Any],
-    name: str,
-    row: Mapping[str, Any],
-    key: tuple[str, str],
-    items: Sequence[Mapping[str, Any]],
-    total: int | None,
+    report: _Report, name: str, row: Row, items: Sequence[Sample], total: int | None
 ) -> None:
-    metric, rule = key
-    _add_scores(report, name, row, key, items)
+    error = standard_error([item["score"] for item in items])
+    _add_scores(report, name, row, items, error)
+    metric, rule = lm_eval_key(row["metric"])
     generates = KINDS[row["kind"]].writes
     higher_is_better = row.get("higher_is_better", True)
     report["configs"][name] = {
@@ -196,7 +168,7 @@ def _add_task(
     }
 
 
-def _generation_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
+def _generation_kwargs(row: Row) -> _Report:
     """Return lm-eval's words for a suite's row, of which `generation_settings` makes the
     row again; null is left out.
     """
@@ -211,8 +183,8 @@ def _generation_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _lm_eval_sample(sample: Mapping[str, Any], key: tuple[str, str]) -> dict[str, Any]:
-    metric, rule = key
+def _lm_eval_sample(sample: Sample, row: Row) -> _Report:
+    metric, rule = lm_eval_key(row["metric"])
     prompt = sample.get("prompt", "")
     if "loglikelihoods" in sample:
         choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])

@@ -18,8 +18,8 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, Collator, next_token_targets
-from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
+from fcsd.evaluation.backend import Backend, InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
 from fcsd.evaluation.own_text.text import (
@@ -38,6 +38,7 @@ from fcsd.evaluation.own_text.text import (
     repeated_4grams,
 )
 from fcsd.evaluation.results import TaskStore, end_of, text_hash
+from fcsd.evaluation.scores import Row, Sample
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.model.load import num_positions
 from fcsd.model.preserve import preserved
@@ -59,8 +60,10 @@ from fcsd.training.losses.objectives import (
     KLObjectiveConfig,
 )
 
+if TYPE_CHECKING:
+    from fcsd.evaluation.served import ServedBackend
+
 OF_ORIGINAL = "name the model that this one was converted from"
-Sample = dict[str, Any]
 # A sample has the seed of its prompt's number; those of two seeds of a row never meet.
 _SEEDS = 1_000_000
 # What the log-probabilities of a server, in float32, leave of a sum of 1.
@@ -105,19 +108,12 @@ class Figures(NamedTuple):
     nats: float
 
 
-class Texts(NamedTuple):
-    """What a model has written after the prompts: a sample, and the greedy text."""
-
-    sampled: list[Written]
-    greedy: list[Written]
-
-
 def own_text(
     backend: Backend,
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
     original: Original,
-    facts: Mapping[str, Any],
+    facts: Row,
     in_memory: MakeBackend,
 ) -> list[Sample]:
     """Return a sample of each prompt; all ranks call this and get the same.
@@ -125,55 +121,48 @@ def own_text(
     facts: about the task, kept with the original's samples. in_memory: makes the
     backend of the original.
     """
-    if original.itself:
-        return _of_original(original, backend, row, prompts)
-    texts = _texts(backend, row, prompts)
-    own_pass = _own_pass(backend, prompts, texts.sampled)
-    with original.loaded() as model, preserved(model):
-        _check_vocabularies(row, backend.config, model.config)
-        figures = own_pass.under(model)
-        others = _known_or_new(original, in_memory(model), row, prompts, facts)
-    return _beside(_samples(backend, row, prompts, texts, figures), others)
-
-
-def _of_original(
-    original: Original,
-    backend: Backend,
-    row: OwnTextTaskConfig,
-    prompts: Sequence[Prompt],
-) -> list[Sample]:
-    """Return the samples of the original itself, which are then known."""
-    texts = _texts(backend, row, prompts)
-    own_pass = _own_pass(backend, prompts, texts.sampled)
-    # Behind a server, its own figures need it in memory, too.
-    if isinstance(backend, InMemoryBackend):
+    sampled = write(backend, row, prompts, row.temperature)
+    greedy = write(backend, row, prompts, 0.0) if row.temperature else sampled
+    own_pass = _own_pass(backend, prompts, sampled)
+    # Behind a server, the original's own figures need it in memory, too.
+    if original.itself and isinstance(backend, InMemoryBackend):
         there: AbstractContextManager[Any] = contextlib.nullcontext(backend.model)
     else:
         there = original.loaded()
+    others = None
     with there as model, preserved(model):
         _check_vocabularies(row, backend.config, model.config)
         figures = own_pass.under(model)
-    # The divergence of a model from itself is 0, without the rounding of a pass.
-    figures = [
-        Figures([0.0] * len(text.tokens), [0.0] * len(text.tokens), of_text.nats)
-        for text, of_text in zip(texts.sampled, figures, strict=True)
+        if not original.itself:
+            others = _known_or_new(original, in_memory, model, row, prompts, facts)
+    if original.itself:
+        # The divergence of a model from itself is 0, without the rounding of a pass.
+        figures = [
+            Figures([0.0] * len(text.tokens), [0.0] * len(text.tokens), of_text.nats)
+            for text, of_text in zip(sampled, figures, strict=True)
+        ]
+    samples = [
+        _sample(backend, row, *of_prompt)
+        for of_prompt in zip(prompts, sampled, greedy, figures, strict=True)
     ]
-    samples = _samples(backend, row, prompts, texts, figures)
-    original.known[_key(row, prompts)] = _beside(samples, samples)
+    samples = _beside(samples, others or samples)
+    if original.itself:
+        original.known[_key(row, prompts)] = samples
     return samples
 
 
 def _known_or_new(
     original: Original,
-    backend: InMemoryBackend,
+    in_memory: MakeBackend,
+    model: PreTrainedModel,
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
-    facts: Mapping[str, Any],
+    facts: Row,
 ) -> list[Sample]:
     """Return the original's own samples: those that are known or kept, or else new
-    ones. backend: of the original.
+    ones. model: the original.
     """
-    key = _key(row, prompts)
+    key, backend = _key(row, prompts), in_memory(model)
     if key in original.known:
         return original.known[key]
     store, ranks = original.store, backend.ranks
@@ -181,7 +170,8 @@ def _known_or_new(
     if kept is not None:
         return original.known.setdefault(key, kept[0])
     with backend.asking():
-        samples = _of_original(original, backend, row, prompts)
+        itself = replace(original, itself=True)
+        samples = own_text(backend, row, prompts, itself, facts, in_memory)
     if store is not None and ranks.first:
         store.put(row, samples, {**facts, **facts_of(samples, served=False)})
     return samples
@@ -189,29 +179,6 @@ def _known_or_new(
 
 def _key(row: OwnTextTaskConfig, prompts: Sequence[Prompt]) -> str:
     return text_hash(f"{row.model_dump_json()} {[prompt_hash(p) for p in prompts]}")
-
-
-def _texts(
-    backend: Backend, row: OwnTextTaskConfig, prompts: Sequence[Prompt]
-) -> Texts:
-    sampled = write(backend, row, prompts, row.temperature)
-    greedy = write(backend, row, prompts, 0.0) if row.temperature else sampled
-    return Texts(sampled, greedy)
-
-
-def _samples(
-    backend: Backend,
-    row: OwnTextTaskConfig,
-    prompts: Sequence[Prompt],
-    texts: Texts,
-    figures: Sequence[Figures],
-) -> list[Sample]:
-    return [
-        _sample(backend, row, prompt, (sampled, greedy), of_text)
-        for prompt, sampled, greedy, of_text in zip(
-            prompts, *texts, figures, strict=True
-        )
-    ]
 
 
 def _beside(samples: list[Sample], others: Sequence[Sample]) -> list[Sample]:
@@ -248,15 +215,10 @@ def write(
     )
     decoding = Decoding(sampling)
     questions = [
-        Question(prompt.tokens, reader, seed_of(row, first + number), decoding)
-        for number, prompt in enumerate(prompts)
+        Question(prompt.tokens, reader, row.seed * _SEEDS + number, decoding)
+        for number, prompt in enumerate(prompts, start=first)
     ]
     return [cut(tokens, ends) for tokens in backend.new_tokens(questions)]
-
-
-def seed_of(row: OwnTextTaskConfig, number: int) -> int:
-    """Return the seed of the sample of a prompt."""
-    return row.seed * _SEEDS + number
 
 
 def cut(tokens: Sequence[int], ends: Sequence[int]) -> Written:
@@ -301,7 +263,7 @@ def _own_pass(
 ) -> "_OwnPass | _ServedPass":
     if isinstance(backend, InMemoryBackend):
         return _OwnPass(backend, prompts, texts)
-    return _ServedPass(cast(Served, backend), prompts, texts)
+    return _ServedPass(backend, prompts, texts)
 
 
 class _OwnPass:
@@ -320,10 +282,7 @@ class _OwnPass:
         self.progress = backend.progress
         self.device, self.config = input_device(model), model.config
         self.lengths = [len(text.tokens) for text in texts]
-        rows = [
-            _row(prompt.tokens, text.tokens)
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        rows = _rows(prompts, texts)
 
         def prepare(batch: Batch) -> None:
             batch["own_hidden"] = batch_hidden(model, batch)
@@ -402,12 +361,12 @@ class _ServedPass:
     """
 
     def __init__(
-        self, backend: Served, prompts: Sequence[Prompt], texts: Sequence[Written]
+        self,
+        backend: "ServedBackend",
+        prompts: Sequence[Prompt],
+        texts: Sequence[Written],
     ):
-        self.rows = [
-            _row(prompt.tokens, text.tokens)
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        self.rows = _rows(prompts, texts)
         self.places = backend.likeliest(
             [prompt.tokens for prompt in prompts], [text.tokens for text in texts]
         )
@@ -450,13 +409,14 @@ def _of_likeliest(own: Mapping[int, float], logprobs: Tensor) -> float:
     return kl + rest * math.log(rest / other_rest)
 
 
-def _row(prompt: Sequence[int], text: Sequence[int]) -> dict[str, Any]:
-    ids = [*prompt, *text]
-    return {
-        "input_ids": ids,
-        "position_ids": list(range(len(ids))),
-        "labels": [NO_LOSS] * len(prompt) + list(text),
-    }
+def _rows(prompts: Sequence[Prompt], texts: Sequence[Written]) -> list[Row]:
+    rows = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = [*prompt.tokens, *text.tokens]
+        labels = [NO_LOSS] * len(prompt.tokens) + text.tokens
+        positions = list(range(len(ids)))
+        rows.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    return rows
 
 
 def _head(hidden: Tensor, head: nn.Linear, config: Any) -> Head:
@@ -467,11 +427,10 @@ def _sample(
     backend: Backend,
     row: OwnTextTaskConfig,
     prompt: Prompt,
-    texts: tuple[Written, Written],
+    sampled: Written,
+    greedy: Written,
     figures: Figures,
 ) -> Sample:
-    sampled, greedy = texts
-
     def mean(values: Sequence[float], length: int | None = None) -> float:
         values = values[:length]
         return math.fsum(values) / len(values)
@@ -479,10 +438,10 @@ def _sample(
     def shown(text: Written) -> str:
         return backend.thoughts.decode(text.tokens)
 
-    known = {"own_text_kl": figures.own_text_kl}
+    known, beside = {"own_text_kl": figures.own_text_kl}, {}
     if figures.forward_kl is not None:
         known["forward_kl"] = figures.forward_kl
-    beside = {name: mean(known[name]) for name in known if name != "own_text_kl"}
+        beside["forward_kl"] = mean(figures.forward_kl)
     return {
         "doc_id": prompt.doc_id,
         "doc_hash": text_hash(prompt.source),

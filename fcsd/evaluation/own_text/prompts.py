@@ -20,7 +20,7 @@ from fcsd.data.template import message_form_of
 from fcsd.data.tokens import token_ids
 from fcsd.data.write_rows import BadRows
 from fcsd.evaluation.config import OwnTextTaskConfig
-from fcsd.evaluation.datasets import dataset_location, hub_advice
+from fcsd.evaluation.datasets import dataset_location, reading
 from fcsd.evaluation.results import text_hash
 
 
@@ -59,11 +59,8 @@ def load_prompts(
         revision=None if Path(location).exists() else row.revision,
         columns=columns,
     )
-    try:
+    with reading(row, data_root, location):
         opened = open_source(source)
-    except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(row, data_root)
-        raise UserError(f"task {row.task}: {error}{advice}") from error
     found = prompts_in(
         row,
         opened.examples,

@@ -2,18 +2,20 @@
 texts is imported where it is used: evaluations of other tasks need none of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.text import Work
-from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
+from fcsd.evaluation.backend import Backend, InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig, SuiteConfig
 from fcsd.evaluation.own_text.text import facts_of
+from fcsd.evaluation.scores import Row
 from fcsd.evaluation.steps import Answered, Context
 
 if TYPE_CHECKING:
     from fcsd.evaluation.own_text.prompts import Prompt
+    from fcsd.evaluation.served import ServedBackend
 
 
 def prepare(
@@ -22,7 +24,7 @@ def prepare(
     data_root: Path | None,
     tokenizer: Any,
     limit: int | None,
-) -> tuple[list["Prompt"], dict[str, Any]]:
+) -> tuple[list["Prompt"], Row]:
     """Read the prompts."""
     from fcsd.evaluation.own_text.prompts import load_prompts
 
@@ -30,12 +32,7 @@ def prepare(
     return found[:limit], {"num_items_total": len(found), "higher_is_better": False}
 
 
-def work(
-    row: OwnTextTaskConfig,
-    items: Sequence["Prompt"],
-    limit: int | None,
-    context: Context,
-) -> Work:
+def work(row: OwnTextTaskConfig, items: Sequence["Prompt"], context: Context) -> Work:
     """Count the tokens that the texts may have: a sample and a greedy text of each
     prompt, and as many of an original whose texts are not known.
     """
@@ -47,7 +44,10 @@ def work(
 
 
 def check_server(
-    row: OwnTextTaskConfig, items: Sequence["Prompt"], limit: int | None, served: Served
+    row: OwnTextTaskConfig,
+    items: Sequence["Prompt"],
+    served: "ServedBackend",
+    context: Context,
 ) -> None:
     """Refuse a server that gives no token ids or log-probabilities, or has too short a
     context.
@@ -68,10 +68,7 @@ def check_server(
 
 
 def check_positions(
-    row: OwnTextTaskConfig,
-    items: Sequence["Prompt"],
-    config: Any,
-    tokenizer: Any,
+    row: OwnTextTaskConfig, items: Sequence["Prompt"], config: Any, context: Context
 ) -> None:
     """Refuse prompts whose texts do not fit."""
     from fcsd.evaluation.own_text.measure import check_positions
@@ -82,7 +79,7 @@ def check_positions(
 def run(
     row: OwnTextTaskConfig,
     items: Sequence["Prompt"],
-    facts: Mapping[str, Any],
+    facts: Row,
     backend: Backend,
     context: Context,
 ) -> Answered:
@@ -103,13 +100,9 @@ def texts(
 
 def prompts(
     row: OwnTextTaskConfig,
-    suite: SuiteConfig,
-    data_root: Path | None,
+    items: Sequence["Prompt"],
     tokenizer: Any,
     limit: int | None,
 ) -> list[list[int]]:
     """Return the prompts' tokens."""
-    from fcsd.evaluation.own_text.prompts import load_prompts
-
-    found = load_prompts(row, data_root, tokenizer)[:limit]
-    return [list(prompt.tokens) for prompt in found]
+    return [list(prompt.tokens) for prompt in items]

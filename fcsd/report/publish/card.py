@@ -25,6 +25,7 @@ from fcsd.base.files import (
 )
 from fcsd.base.text import metric_words, nats
 from fcsd.base.writing import is_noise, new_folder, write_text
+from fcsd.evaluation.scores import Result, Row
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     all_files,
@@ -98,8 +99,8 @@ def _result(facts: Facts) -> dict[str, str] | None:
 
 
 def _tasks(
-    result: Mapping[str, Any] | None,
-) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    result: Result | None,
+) -> list[tuple[str, Row, Row]]:
     """Return (task, measured row, suite row) of every task on a data set of the Hub; []
     for a quick look, which must not be taken for a result.
     """
@@ -121,7 +122,7 @@ def _tasks(
     ]
 
 
-def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
+def model_index(result: Result | None) -> list[EvalResult] | None:
     results = [
         EvalResult(
             task_type="text-generation",
@@ -140,7 +141,7 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
     return results or None
 
 
-def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
+def result_entries(result: Result | None) -> dict[str, EvalResultEntry]:
     """Return task -> entry of `.eval_results/TASK.yaml`, in per cent, with metric,
     shots and versions in the notes.
     """

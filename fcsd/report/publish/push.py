@@ -213,31 +213,19 @@ def _complete(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _records(source: Path) -> dict[Path, dict[str, Any]]:
-    """Return the fingerprints that the stage and the publication recorded, by file; not
-    of the code, which is written anew, nor of the card.
+def _change_rules(source: Path) -> Iterator[Rule]:
+    """Yield what a checkpoint may not be: other weights or files than the stage and the
+    publication recorded; the code, which is written anew, may differ.
     """
     manifest = (source.parent if source.name == "model" else source) / "manifest.json"
     recorded = read_manifest(manifest.parent).get("outputs", {})
-    records = {
-        manifest: {
-            name: fingerprint
-            for name, fingerprint in recorded.items()
-            if name == "model" or name.startswith("model/")
-        }
-    }
+    model = {name: of for name, of in recorded.items() if name.split("/")[0] == "model"}
+    records = {manifest: model}
     if (source / LEFT).is_file():
         again = "`fcsd run` makes this folder again"
         records[source / LEFT] = read_sealed(source / LEFT, again)
-    return {
-        file: {name: of for name, of in outputs.items() if not name.endswith(".py")}
-        for file, outputs in records.items()
-    }
-
-
-def _change_rules(source: Path) -> Iterator[Rule]:
-    """Yield what a checkpoint may not be: other weights or files than on record."""
-    for file, outputs in _records(source).items():
+    for file, record in records.items():
+        outputs = {n: of for n, of in record.items() if not n.endswith(".py")}
         weights = outputs.pop("model", None)
         yield (
             weights is not None and weights != weights_fingerprint(source),

@@ -52,8 +52,8 @@ class Facts:
     untrained: bool = False
     chat: bool = True
     tags: tuple[str, ...] = ()
-    result: Mapping[str, Any] | None = None
-    comparison: Mapping[str, Any] | None = None
+    result: dict[str, Any] | None = None
+    comparison: dict[str, Any] | None = None
     figures: Mapping[str, str] = field(default_factory=dict)
     report: bool = False
 

@@ -2,6 +2,7 @@
 reply can be interrupted.
 """
 
+import contextlib
 import io
 import os
 import pty
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,7 +58,9 @@ def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
 def transcript(speakers: list[Speaker], *lines: str, **options: object) -> str:
     """Return what a chat without a terminal prints."""
     sink = io.StringIO()
-    chat(speakers, source=io.StringIO("\n".join(lines) + "\n"), sink=sink, **options)  # type: ignore[arg-type]
+    source = io.StringIO("\n".join(lines) + "\n")
+    with mock.patch("sys.stdin", source), contextlib.redirect_stdout(sink):
+        chat(speakers, **options)  # type: ignore[arg-type]
     return sink.getvalue()
 
 
@@ -365,7 +369,9 @@ def test_a_reply_that_is_stopped_ends_long_before_its_limit(
 
 
 def test_ctrl_c_while_a_reply_begins_ends_it_and_the_chat_continues(
-    base_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    base_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     start, begun = Reply.start, []
 
@@ -382,10 +388,10 @@ def test_ctrl_c_while_a_reply_begins_ends_it_and_the_chat_continues(
     lines = iter(["hello", "again"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/exit"))
     monkeypatch.setattr(Reply, "start", interrupted)
-    sink = io.StringIO()
+    monkeypatch.setattr("sys.stdin", Terminal())
     speaker = load_speaker(str(base_checkpoint))
-    assert chat([speaker], max_new_tokens=4, source=Terminal(), sink=sink) == []
-    assert sink.getvalue().count("(interrupted)") == 1
+    assert chat([speaker], max_new_tokens=4) == []
+    assert capsys.readouterr().out.count("(interrupted)") == 1
     assert len(begun) == 2
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from fcsd.evaluation.code.oracle import fcsd_grade
 from fcsd.evaluation.code.problems import grading, num_base_inputs, read_problems
+from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.results import pass_at_k
 from tests.evaluation.rows import humaneval_row, mbpp_row, write_repository
@@ -169,7 +170,8 @@ def test_a_function_head_stands_before_its_completion_and_may_be_written_again(
     ]
     with CodeScorer(num_workers=1) as scorer:
         scorer.self_check([problem])
-        ((*outcomes,),) = scorer.score_samples([problem], {"HumanEval/0": texts})
+        programs = [program_in(problem, text) for text in texts]
+        ((*outcomes,),) = scorer.score_samples([problem], {"HumanEval/0": programs})
     assert [o.outcome for o in outcomes] == ["passed", "passed", "wrong", "error"]
 
 

@@ -100,9 +100,7 @@ def theirs(problem: Problem, row: dict[str, Any], code: str) -> tuple[bool, bool
 def ours(
     scorer: CodeScorer, problem: Problem, codes: list[str]
 ) -> list[tuple[bool, bool]]:
-    ((*outcomes,),) = scorer.score_samples(
-        [problem], {problem.task_id: codes}, whole_programs=True
-    )
+    ((*outcomes,),) = scorer.score_samples([problem], {problem.task_id: codes})
     return [(outcome.base == "passed", outcome.passed) for outcome in outcomes]
 
 

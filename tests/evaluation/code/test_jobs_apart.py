@@ -316,9 +316,7 @@ def outcomes(scorer: CodeScorer, programs: Sequence[str]) -> list[str]:
     """
     found: list[str] = []
     for seconds in (scorer.timeout_s, 5.0, 20.0):
-        (results,) = scorer.score_samples(
-            [PROBLEM], {"p": programs}, timeout_s=seconds, whole_programs=True
-        )
+        (results,) = scorer.score_samples([PROBLEM], {"p": programs}, timeout_s=seconds)
         found = [result.outcome for result in results]
         if not any(
             outcome == "timeout" and program in (PROBLEM.canonical, CHECKS, ROOM)

@@ -24,7 +24,7 @@ def home() -> Iterator[Path]:
     # pytest's folders are closed to other users
     folder = Path(tempfile.mkdtemp(prefix="fcsd-test-"))
     folder.chmod(0o755)
-    for file in Path(sandbox.__file__).parent.glob("*.py"):
+    for file in Path(sandbox.__file__).parent.glob("*.*"):
         shutil.copy(file, folder)
     for name in ("scratch", "own"):
         (folder / name).mkdir()

@@ -25,7 +25,7 @@ from fcsd.data.dataset import build_dataset
 from fcsd.data.local import making_of
 from fcsd.evaluation import stage as evaluation_stage
 from fcsd.evaluation.datasets import dataset_location
-from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
+from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
@@ -324,7 +324,7 @@ def test_the_eleven_benchmarks_score_a_rehearsal(tmp_path: Path) -> None:
     small = rehearse(load_recipe(path), tmp_path / "r")
     model = find_model(small.model)
     suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
-    folder = EvaluatedFolder(model)
+    folder = model
     evaluation = PlannedEvaluation(
         "original", folder, suite, small.evaluation, reference, original=folder
     )

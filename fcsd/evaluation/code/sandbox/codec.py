@@ -52,6 +52,10 @@ class Handle:
         return self.shown
 
 
+def _typed(name: str, content: Any) -> dict[str, Any]:
+    return {"t": name, "v": content}
+
+
 class Codec:
     """Encoder and decoder of one process; `objects` are those that it gave out handles
     for.
@@ -67,16 +71,16 @@ class Codec:
             # Decimal digits of a large number take a time that grows with their square.
             if kind is not int or _short(value):
                 return value
-            return {"t": "int", "v": hex(value)}
+            return _typed("int", hex(value))
         if kind is list:
             types = set(map(type, value))
             if types <= _LEAF and _all_short(value):
                 return value
             if types == {tuple} and _all_leaves(value):
-                return _table(value) or {"t": "tuples", "v": value}
+                return _table(value) or _typed("tuples", value)
             return [self.encode(item) for item in value]
         if kind is Handle:
-            return {"t": "handle", "v": value.number}
+            return _typed("handle", value.number)
         if (
             kind.__module__ == "numpy"
             and hasattr(value, "dtype")
@@ -84,10 +88,8 @@ class Codec:
         ):
             flat = value.ravel()
             parts = flat.view(flat.real.dtype) if value.dtype.kind == "c" else flat
-            return {
-                "t": "numpy",
-                "v": [value.dtype.str, list(value.shape), parts.tolist()],
-            }
+            content = [value.dtype.str, list(value.shape), parts.tolist()]
+            return _typed("numpy", content)
         # Subclasses come after the exact types: rebuilding them would need their
         # classes.
         for base in (int, float, str):
@@ -97,31 +99,27 @@ class Codec:
             return self.encode(list(value))
         for name, collection in _COLLECTIONS.items():
             if isinstance(value, collection):
-                return {"t": name, "v": self.encode(list(value))}
+                return _typed(name, self.encode(list(value)))
         for name, mapping in _MAPPINGS.items():
             if isinstance(value, mapping):
-                return {
-                    "t": name,
-                    "v": [[self.encode(k), self.encode(v)] for k, v in value.items()],
-                }
+                pairs = [[self.encode(k), self.encode(v)] for k, v in value.items()]
+                return _typed(name, pairs)
         # Latin-1 has a character for each byte.
         if isinstance(value, bytes | bytearray):
-            return {"t": kind.__name__, "v": value.decode("latin-1")}
+            return _typed(kind.__name__, value.decode("latin-1"))
         if isinstance(value, complex):
-            return {"t": "complex", "v": [value.real, value.imag]}
+            return _typed("complex", [value.real, value.imag])
         if isinstance(value, range):
-            return {"t": "range", "v": [value.start, value.stop, value.step]}
+            return _typed("range", [value.start, value.stop, value.step])
         if kind is type({}.keys()):
-            return {"t": "dict_keys", "v": self.encode(list(value))}
+            return _typed("dict_keys", self.encode(list(value)))
         if isinstance(value, _ITERATORS):
-            return {"t": "iterator", "v": self.encode(list(value))}
+            return _typed("iterator", self.encode(list(value)))
         if isinstance(value, Fraction):
-            return {
-                "t": "Fraction",
-                "v": [self.encode(value.numerator), self.encode(value.denominator)],
-            }
+            parts = [self.encode(value.numerator), self.encode(value.denominator)]
+            return _typed("Fraction", parts)
         if isinstance(value, Decimal):
-            return {"t": "Decimal", "v": str(value)}
+            return _typed("Decimal", str(value))
         return self._handle(value)
 
     def _handle(self, value: Any) -> Any:
@@ -131,12 +129,9 @@ class Codec:
         except Exception:
             truth = True
         self.objects.append(value)
-        return {
-            "t": "handle",
-            "v": len(self.objects) - 1,
-            "truth": truth,
-            "shown": f"<{type(value).__name__}>"[:100],
-        }
+        shown = f"<{type(value).__name__}>"[:100]
+        handle = _typed("handle", len(self.objects) - 1)
+        return {**handle, "truth": truth, "shown": shown}
 
     def decode(self, data: Any) -> Any:
         """Decode the value of `data`; ValueError when it is not something that `encode`
@@ -231,10 +226,8 @@ def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
         return None
     code = {key: _FIRST + index for index, key in enumerate(leaves)}
     cells = bytes(map(code.__getitem__, map(id, chain(rows)))).decode("ascii")
-    return {
-        "t": "table",
-        "v": {"leaves": list(leaves.values()), "width": width, "cells": cells},
-    }
+    content = {"leaves": list(leaves.values()), "width": width, "cells": cells}
+    return _typed("table", content)
 
 
 def _rows(leaves: list[Any], width: int, cells: str) -> list[tuple[Any, ...]]:

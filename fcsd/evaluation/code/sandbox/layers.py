@@ -20,6 +20,7 @@ Linux 7.2.
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import platform
 import re
@@ -41,65 +42,28 @@ CAP_SYS_ADMIN = 1 << 21  # mount and unmount
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
-# Denied to everything in the sandbox: name -> (x86_64, aarch64), None where the machine
-# has no such call.
-_SYSTEM: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200),
-    "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "execve": (59, 221),
-    "execveat": (322, 281), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "process_madvise": (440, 440), "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "pivot_root": (155, 41),
-    "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
-    "fanotify_init": (300, 262), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282), "seccomp": (317, 277), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180), "reboot": (169, 142), "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
-    "quotactl": (179, 60), "personality": (135, 92), "syslog": (103, 116),
-    "settimeofday": (164, 170), "adjtimex": (159, 171), "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
-    "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
-    "uselib": (134, None), "open_tree_attr": (467, 467), "quotactl_fd": (443, 443), "kcmp": (312, 272),
-    "process_mrelease": (448, 448), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "get_robust_list": (274, 100), "lsm_set_self_attr": (460, 460), "statmount": (457, 457),
-    "listmount": (458, 458), "listns": (470, 470), "lookup_dcookie": (212, 18), "io_setup": (206, 0),
-    "splice": (275, 76), "vmsplice": (278, 75), "tee": (276, 77), "inotify_init": (253, None),
-    "inotify_init1": (294, 26), "shmctl": (31, 195), "semctl": (66, 191), "semop": (65, 193),
-    "semtimedop": (220, 192), "msgctl": (71, 187), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "mq_unlink": (241, 181),
-}  # fmt: skip
+
+def _calls() -> list[dict[str, Any]]:
+    """Read the calls that the filters know (`system_calls.json`), by rule: name ->
+    (x86_64, aarch64), None where the machine has no such call.
+    """
+    folder = os.path.dirname(os.path.abspath(__file__))
+    with open(os.path.join(folder, "system_calls.json"), encoding="ascii") as file:
+        rules = json.load(file)
+    return [
+        {name: tuple(numbers) for name, numbers in rules[rule].items()}
+        for rule in ("system", "job", "checked")
+    ]
+
+
+# Denied to everything in the sandbox; to the two processes of a job; and to these for
+# some arguments. The server mounts a job's folder. Landlock does not know file modes,
+# owners, times and attributes, and lets whoever may read a file take a lock of it
+# (`flock`) for which other jobs wait.
+_SYSTEM, _JOB, _CHECKED = _calls()
 # The last call in the tables of Linux 7.2: calls of later kernels are refused until
 # someone has looked at them.
 _NEWEST = 471
-# Denied to the two processes of a job. The server mounts their folder. Landlock does
-# not know file modes, owners, times and attributes, and lets whoever may read a file
-# take a lock of it (`flock`) for which other jobs wait.
-_JOB: dict[str, tuple[int | None, int | None]] = {
-    "fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "sched_setscheduler": (144, 119), "chmod": (90, None),
-    "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "setxattr": (188, 5),
-    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "removexattrat": (466, 466), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "truncate": (76, 45),
-    "file_setattr": (469, 469), "getxattr": (191, 8), "lgetxattr": (192, 9), "getxattrat": (464, 464),
-    "listxattr": (194, 11), "llistxattr": (195, 12), "listxattrat": (465, 465),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "sync": (162, 81), "syncfs": (306, 267), "mount": (165, 40),
-    "umount2": (166, 39), "flock": (73, 32),
-}  # fmt: skip
-# Denied to a job for some arguments.
-_CHECKED: dict[str, tuple[int, int]] = {
-    "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131),
-    "prlimit64": (302, 261), "prctl": (157, 167), "sched_setaffinity": (203, 122), "fcntl": (72, 25),
-}  # fmt: skip
 # Set who gets which signal when a descriptor is ready (F_SETOWN, F_SETSIG, F_SETOWN_EX,
 # F_SETLEASE, F_NOTIFY): the kernel would send SIGKILL to another process for a program
 # that may not. And F_SETPIPE_SZ: the pages of all pipes of a user count together.
