@@ -124,7 +124,7 @@ def with_cheap_attention(state: Path, point: Point) -> list[int] | str:
     """Return layers to rewire so that attention is ahead in as many of them as a point
     names, or fewer, by the prices of a layer study.
     """
-    from fcsd.planning.layers.front import attention_carried, front
+    from fcsd.planning.layers.front import front
     from fcsd.planning.layers.points import moe_mask
 
     count = int(point.rewired.removeprefix("attention-"))
@@ -133,7 +133,7 @@ def with_cheap_attention(state: Path, point: Point) -> list[int] | str:
 
     def waiting(spec: Any) -> float:
         """Count the layers that wait, instead of seconds."""
-        return len(mask) - len(attention_carried(spec, mask))
+        return len(mask) - len(spec.attention_layers(mask))
 
     found = front(study, "kl", False, waiting)
     rows = [

@@ -51,12 +51,16 @@ def _warn_uncalibrated(out: str) -> None:
     without the whole output of the MoE block before it.
     """
     from fcsd.model.connectivity.checkpoint import read_config
+    from fcsd.model.connectivity.load import load_config
+    from fcsd.model.families import moe_mask
 
     checkpoint = read_config(Path(out))
     family, connectivity = checkpoint.family, checkpoint.connectivity
-    if family is None or connectivity is None or connectivity.attention != "partial":
+    if family is None or connectivity is None:
         return
-    if not (family.block_shared or family.layer_shared):
+    has_shared = family.block_shared or family.layer_shared
+    mask = moe_mask(load_config(checkpoint), family)
+    if not has_shared and connectivity.attention_layers(mask):
         print(
             f"fcsd convert: {family.model_type} has no shared expert: with copied weights,"
             " a model whose attention does not wait for the experts may write rubbish;"

@@ -25,7 +25,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import refuse
+from fcsd.base.strict import Rule, refuse
 
 Overlap = Literal["full", "forward", "off"]
 
@@ -109,7 +109,7 @@ def requested_engine(
     Raises:
         UserError: the configuration is not supported, or would shard nothing.
     """
-    _check_launch(world, expert_parallel, overlap)
+    refuse(*_launch_rules(world, expert_parallel, overlap))
     # accelerate passes its configuration on in environment variables.
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return _zero3(device)
@@ -126,14 +126,14 @@ def requested_engine(
     return Engine("ddp" if world > 1 else "one")
 
 
-def _check_launch(world: int, size: int, overlap: Overlap | None) -> None:
-    """Refuse what contradicts --expert-parallel `size` or --overlap, and what accelerate
+def _launch_rules(world: int, size: int, overlap: Overlap | None) -> list[Rule]:
+    """Return what contradicts --expert-parallel `size` or --overlap, and what accelerate
     knows and fcsd does not support.
     """
     spread = size != 1
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    refuse(
+    return [
         (
             spread and (size < 1 or world % size),
             f"--expert-parallel {size}: does not divide the number of processes, {world};"
@@ -170,7 +170,7 @@ def _check_launch(world: int, size: int, overlap: Overlap | None) -> None:
             " layers, whose exchanges then cannot run beside their computation; set"
             " dynamo_backend: 'no' there, or use --overlap off",
         ),
-    )
+    ]
 
 
 def _replicas(world: int) -> int:

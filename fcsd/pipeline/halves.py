@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.text import markdown
+from fcsd.base.text import markdown, nats
 from fcsd.model.connectivity import Connectivity
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.plan import (
@@ -30,11 +30,13 @@ from fcsd.planning.layers.front import (
 )
 from fcsd.planning.layers.points import (
     deciding_metric,
+    layers_with_mlp,
     loss_text,
     moe_mask,
     number_text,
 )
 from fcsd.planning.layers.proposal import (
+    better_by,
     check_calibrated,
     check_max_loss,
     measure_selections,
@@ -90,7 +92,7 @@ def choose_halves(
         check_max_loss(max_loss)
     if budget is not None:
         single_points(folder, study)  # without prices there are no steps to count
-        num = parse_budget(budget, study["num_hidden_layers"])
+        num = parse_budget(budget, len(layers_with_mlp(study)))
     source = study["study"]["model"]
     if model is not None:
         source = {"path": model}
@@ -109,7 +111,7 @@ def choose_halves(
         *_as_fast(study, facts, chosen, seconds),
     ]
     planned_facts = plan(planned, advise=False)
-    result = {
+    result: dict[str, Any] = {
         "study": str(folder),
         "goal": {"budget": budget, "max_loss": max_loss},
         "gpu": planned.machine.gpu.name,
@@ -167,7 +169,8 @@ def _measure(
     folder: Path, result: dict[str, Any], model: str | None, launch: Launch
 ) -> None:
     """Measure the compared connectivities on the study's data, and add what was
-    measured, and the paired difference of the proposal from each other.
+    measured, the paired difference of the proposal from each other, and, as `instead`,
+    the best of those that are as fast and measured better.
     """
     metric, rows = result["metric"]["name"], result["compared"]
     specs = [Connectivity(**row["connectivity"]) for row in rows]
@@ -180,6 +183,13 @@ def _measure(
         row["measured"] = measured.values[metric]
         if measured is not first:
             row["difference"] = difference(first, measured, metric)
+    better = [
+        row for row in rows[1:] if better_by(row["difference"], result["metric"]) < 0
+    ]
+    sign = 1 if result["metric"]["better"] == "lower" else -1
+    result["instead"] = min(
+        better, key=lambda row: sign * row["measured"]["value"], default=None
+    )
 
 
 def halves_text(result: Mapping[str, Any]) -> str:
@@ -197,7 +207,20 @@ def halves_text(result: Mapping[str, Any]) -> str:
             f"The best exact schedule, {exact['name']}, saves {saved} µs and loses"
             " nothing: what saves less is not worth its loss."
         ]
-    return "\n".join([*parts, "", *_compared_text(result), *chosen_text(chosen)])
+    parts += ["", *_compared_text(result)]
+    taken, limit = result["compared"][0], result["goal"]["max_loss"]
+    if (instead := result.get("instead")) is not None:
+        parts += [f"Take {instead['name']} instead: as fast, and measured better.", ""]
+        taken = instead
+    if (
+        limit is not None
+        and result["metric"]["name"] == KL
+        and "measured" in taken
+        and taken["measured"]["value"] > limit
+    ):
+        lost = nats(taken["measured"]["value"])
+        parts += [f"Measured, it loses {lost}, more than --max-loss {limit:g}.", ""]
+    return "\n".join([*parts, *chosen_text(instead or chosen)])
 
 
 def _compared_text(result: Mapping[str, Any]) -> Iterator[str]:

@@ -43,9 +43,11 @@ def set_title(axis: Any, title: str, note: str = "") -> None:
 
 
 def set_log_scale(axis: Any) -> None:
-    """Make the value axis logarithmic, with ticks as plain numbers; call it when all
-    values are drawn.
+    """Make the value axis logarithmic, with ticks as plain numbers, unless no value is
+    above 0; call it when all values are drawn.
     """
+    if not axis.dataLim.ymax > 0:
+        return
     axis.set_yscale("log")
     low, high = axis.get_ylim()
     # Three ticks per decade are too dense over many decades, and one is too few over

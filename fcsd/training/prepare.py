@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from fcsd.base.errors import UserError
+from fcsd.base.strict import Rule, refuse
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families.structure import has_adapters, head_and_body
@@ -97,7 +98,7 @@ def check_student(
         drop = train.capacity_drop or "order"
         with dropping(student, train.capacity_factor, drop, training_only=True):
             pass
-    _check_vocabularies(student, teacher_rows, tokenizer, objective)
+    refuse(*_vocabulary_rules(student, teacher_rows, tokenizer, objective))
 
 
 def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:
@@ -181,33 +182,35 @@ def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
     return Collator(ahead)
 
 
-def _check_vocabularies(
+def _vocabulary_rules(
     student: PreTrainedModel,
     teacher_rows: int | None,
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
-) -> None:
-    """Raise UserError where the vocabularies of student, teacher and tokenizer differ,
+) -> list[Rule]:
+    """Return how the vocabularies of student, teacher and tokenizer may not differ,
     unless the objective says how many tokens they share.
     """
     # The head may have more rows than the tokenizer has tokens (padding), never fewer.
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = size if teacher_rows is None else teacher_rows
-    if tokens is None and rows != size:
-        raise UserError(
+    shared = min(size, rows)
+    return [
+        (
+            tokens is None and rows != size,
             f"the vocabularies differ: {rows} tokens in the teacher, {size} in the"
             " student; distillation needs one vocabulary: use the original checkpoint"
             " as the teacher, or set objective.vocab_size if one vocabulary is padded"
-            " differently"
-        )
-    shared = min(size, rows)
-    if tokens is not None and not len(tokenizer) <= tokens <= shared:
-        raise UserError(
+            " differently",
+        ),
+        (
+            tokens is not None and not len(tokenizer) <= tokens <= shared,
             f"objective.vocab_size {tokens}: must be between the {len(tokenizer)}"
-            f" tokens of the tokenizer and the {shared} rows of the head"
-        )
-    if len(tokenizer) > size:
-        raise UserError(
+            f" tokens of the tokenizer and the {shared} rows of the head",
+        ),
+        (
+            len(tokenizer) > size,
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only"
-            f" {size}; use the tokenizer that belongs to the model"
-        )
+            f" {size}; use the tokenizer that belongs to the model",
+        ),
+    ]

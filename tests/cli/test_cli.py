@@ -458,6 +458,7 @@ def test_an_interruption_says_how_to_continue(
         ("qwen3_moe", ["--mlp", "full"], True),
         ("mixtral", [], True),
         ("qwen3_moe", ["--attention", "full"], False),
+        ("qwen3_moe", ["--layers", "0,2"], False),  # no attention is ahead
         ("qwen3_moe", ["--config-only"], False),
         ("qwen2_moe", ["--mlp", "full"], False),
     ],

@@ -17,6 +17,7 @@ from fcsd.model.connectivity.selection import (
     parse_mlp,
     parse_selection,
     resolve_layers,
+    selection_text,
 )
 
 
@@ -97,6 +98,11 @@ class Connectivity:
                     f"mlp: layer {regular[0]} is not rewired; select it with `layers`,"
                     " too"
                 )
+            if chosen and not outdated:
+                raise UserError(
+                    f"mlp: {selection_text(chosen)} are not among the rewired layers"
+                    f" {selection_text(layers)}; select others, or write mlp: full"
+                )
             # The two words wherever they say it: a field is compared as a whole.
             if not outdated:
                 mlp = "full"
@@ -114,6 +120,13 @@ class Connectivity:
     def outdated_layers(self, moe_mask: Sequence[bool]) -> list[int]:
         """Return the indices of the layers whose MLP side reads the outdated stream."""
         return outdated_layers(self.field(moe_mask))
+
+    def attention_layers(self, moe_mask: Sequence[bool]) -> list[int]:
+        """Return the indices of the layers whose attention reads the stream without the
+        output of the MoE block before it.
+        """
+        layers = self.field(moe_mask)["layers"] if self.attention == "partial" else []
+        return [k for k in layers if k - 1 in layers and moe_mask[k - 1]]
 
     def new_field(
         self, moe_mask: Sequence[bool], layout: str = "pre_norm"

@@ -10,11 +10,11 @@ from itertools import zip_longest
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import refuse
+from fcsd.base.strict import Rule, refuse
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.selection import resolve_layers
-from fcsd.model.families import text_config
+from fcsd.model.families import moe_mask, text_config
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.inspect.memory import (
     layer_cache_bytes,
@@ -205,6 +205,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         config = {**config, FIELD: fields}
     training = _training(settings, config, source.where, spec)
     family, model_config, build = built(training)
+    # What cannot be converted to is no plan either.
+    spec.new_field(moe_mask(model_config, family), family.layout)
     ep, tp = _ranks(settings, machine, links)
     # Decoding computes one new token per row; the text so far enters through its keys
     # and values.
@@ -327,14 +329,18 @@ def _ranks(
         ep = dp
     elif ep is None:
         ep = world // pp if train else tp
-    _check_ranks(settings, machine, tp, ep)
+    refuse(*_rank_rules(settings, machine, tp, ep))
     if links is not None:
-        _check_links(settings, links, ep)
+        refuse(*_link_rules(settings, links, ep))
+        # The part of the code that expert parallelism calls.
+        links.require(collective="all_to_all_single")
     return ep, tp
 
 
-def _check_ranks(settings: PlanSettings, machine: Machine, tp: int, ep: int) -> None:
-    """Refuse ranks that the machine or the phase does not have."""
+def _rank_rules(
+    settings: PlanSettings, machine: Machine, tp: int, ep: int
+) -> list[Rule]:
+    """Return which ranks the machine or the phase does not have."""
     train, gpus = settings.phase == "train", _gpus(machine)
     dp, pp = settings.data_parallel, settings.pipeline_parallel
     tokens = settings.batch * settings.length
@@ -342,7 +348,7 @@ def _check_ranks(settings: PlanSettings, machine: Machine, tp: int, ep: int) -> 
     megatron = " ".join(f"--{name} {n}" for name, n in given.items() if n is not None)
     stages = f" / {pp} stages" if pp > 1 else ""
     imbalance = machine.values["imbalance"]
-    refuse(
+    return [
         (
             dp is None
             and settings.all2all != PlanSettings.model_fields["all2all"].default,
@@ -377,19 +383,19 @@ def _check_ranks(settings: PlanSettings, machine: Machine, tp: int, ep: int) -> 
             f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the number of"
             " ranks that share the experts (one rank then has all rows)",
         ),
-    )
+    ]
 
 
 def _gpus(machine: Machine) -> str:
     return f"{machine.num_gpus} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
 
 
-def _check_links(settings: PlanSettings, links: LinkModel, ep: int) -> None:
-    """Refuse measured links of other ranks or another collective. They describe
+def _link_rules(settings: PlanSettings, links: LinkModel, ep: int) -> list[Rule]:
+    """Return which measured links are of other ranks or another collective. They describe
     all-to-all, and say nothing about the all-reduces of a tensor-parallel server.
     """
     dp, ranks = settings.data_parallel, links.world_size
-    refuse(
+    return [
         (
             settings.phase != "train" and not dp,
             f"--links: measured for all-to-all, but without --dp {settings.phase} uses"
@@ -405,9 +411,7 @@ def _check_links(settings: PlanSettings, links: LinkModel, ep: int) -> None:
             f"--links: measured between {ranks} ranks, but {ep} share the experts; give"
             f" --{'dp' if dp else 'ep'} {ranks}, or links of {ep} ranks",
         ),
-    )
-    # The part of the code that expert parallelism calls.
-    links.require(collective="all_to_all_single")
+    ]
 
 
 def _sharing_option(settings: PlanSettings, ep: int) -> str:

@@ -23,6 +23,7 @@ from fcsd.base.text import nats
 from fcsd.model.connectivity.selection import ranges
 from fcsd.planning.layers.points import (
     base_loss,
+    layers_with_mlp,
     number_text,
     point_loss,
     selection_facts,
@@ -61,16 +62,18 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
         if (k,) in points
     }
     # A typical cost needs every layer alone; one layer has nothing to compare with.
-    if len(measured) < num_layers or num_layers == 1:
+    with_mlp = layers_with_mlp(study)
+    if len(measured) < num_layers or num_layers == 1 or not with_mlp:
         return None
     base, _ = base_loss(study, metric, False)
     alone = {layer: loss - base for layer, (loss, _) in measured.items()}
     # The lower median is the cost of an actual layer.
-    typical = statistics.median_low(alone.values())
+    typical = statistics.median_low(alone[layer] for layer in with_mlp)
     special = [
         layer
         for layer, loss in alone.items()
-        if loss > FAR_MORE * max(typical, 0)
+        if layer in with_mlp
+        and loss > FAR_MORE * max(typical, 0)
         and loss - typical > 2 * (measured[layer][1] or 0)
     ]
     if not special:

@@ -35,6 +35,7 @@ from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.points import (
     attention_losses,
     base_loss,
+    layers_with_mlp,
     loss_text,
     moe_mask,
     number_text,
@@ -94,10 +95,11 @@ class Prices:
     @classmethod
     def of(cls, study: dict[str, Any], metric: str, calibrated: bool) -> "Prices":
         base, _ = base_loss(study, metric, calibrated)
+        with_mlp = layers_with_mlp(study)
         mlp = {
             p["layers"][0]: point_loss(study, p, metric, calibrated)[0] - base
             for p in study["points"]
-            if p["side"] == "single"
+            if p["side"] == "single" and p["layers"][0] in with_mlp
         }
         attention = attention_losses(study, metric, calibrated)
         selected = selecting_option(study) == "mlp"
@@ -121,7 +123,7 @@ class Prices:
         cost = sum(self.mlp.get(k, 0.0) for k in outdated)
         if self.pairs:
             cost += sum(self.pairs[i][j] for i, j in combinations(outdated, 2))
-        ahead = attention_carried(spec, mask)
+        ahead = spec.attention_layers(mask)
         if self.attention:
             return cost + sum(self.attention[k] for k in ahead)
         return cost + (self.everywhere or 0.0) * bool(ahead)
@@ -163,6 +165,7 @@ def greedy(
     halves: Sequence[Half],
     seconds: Callable[[Halves], float],
     loss: Callable[[Halves], float],
+    chosen: Halves = frozenset(),
 ) -> Iterator[tuple[Half, ...]]:
     """Yield what to add next, one half at a time: the largest worth per price first,
     until nothing saves time any more.
@@ -173,9 +176,9 @@ def greedy(
 
     seconds, loss: planned seconds and the predicted loss of a set of halves. What a half
     saves beside those chosen is planned again only where the last value, taken for an
-    upper bound, would be the best, and near an added layer.
+    upper bound, would be the best, and near an added layer. chosen: what is ahead
+    already.
     """
-    chosen: Halves = frozenset()
     left, worth = list(halves), dict[Half, float]()
     while left:
         now, lost, fresh = seconds(chosen), loss(chosen), set[Half]()
@@ -293,13 +296,32 @@ def front(
 
     nothing = {name: _loss(0.0, 0.0, measured=True) for name in names}
 
+    loss_of = partial(predicted, name=metric)
+    beside_attention = prices[metric].everywhere is not None
+
+    def steps_of(halves: Sequence[Half]) -> Iterator[tuple[Half, ...]]:
+        """Yield the steps of `greedy`. What MLP sides cost was measured beside attention
+        in all layers, or without: in the first case, attention comes before them.
+        """
+        if not beside_attention:
+            yield from greedy(halves, seconds_of, loss_of)
+            return
+        attention = [half for half in halves if half.side == "attention"]
+        left = [*attention]
+        for added in greedy(attention, seconds_of, loss_of):
+            left = [half for half in left if half not in added]
+            yield added
+        mlp = [half for half in halves if half.side != "attention"]
+        for added in greedy(mlp, seconds_of, loss_of, Halves(attention)):
+            yield *left, *added
+            left = []
+
     def path(
         halves: Sequence[Half],
     ) -> Iterator[tuple[str, Connectivity, dict[str, Any]]]:
-        """Yield the steps of `greedy`: what is added, all that is ahead, its losses."""
+        """Yield the steps: what is added, all that is ahead, its losses."""
         chosen, losses = Halves(), nothing
-        loss_of = partial(predicted, name=metric)
-        for added in greedy(halves, seconds_of, loss_of):
+        for added in steps_of(halves):
             before = {name: predicted(chosen, name) for name in names}
             chosen |= set(added)
             spec = halves_connectivity(study, chosen)
@@ -320,9 +342,11 @@ def front(
         rows.append(row(f"+ {added}", spec, losses))
     steps = len(rows)
     # Attention comes first where it is cheap, and may take the window in which an MLP
-    # side would have saved more: what those save alone stands beside the steps.
+    # side would have saved more: what those save alone stands beside the steps, where
+    # it was measured what they cost alone.
     mlp = [half for half in halves if half.side != "attention"]
-    for _, spec, losses in path(mlp) if len(mlp) < len(halves) else ():
+    has_others = len(mlp) < len(halves) and not beside_attention
+    for _, spec, losses in path(mlp) if has_others else ():
         if (key := _model_key(spec, mask)) not in on_path and key not in points:
             layers = selection_text(spec.outdated_layers(mask))
             alone = row(f"MLP {layers} alone", spec, losses)
@@ -381,12 +405,6 @@ def changes(study: dict[str, Any], spec: Connectivity) -> bool:
         return False
 
 
-def attention_carried(spec: Connectivity, mask: Sequence[bool]) -> list[int]:
-    """Return the layers whose attention is ahead of the MoE block before it."""
-    layers = spec.field(mask)["layers"] if spec.attention == "partial" else []
-    return [k for k in layers if k - 1 in layers and mask[k - 1]]
-
-
 def recipe_section(spec: Connectivity, mask: Sequence[bool]) -> dict[str, Any]:
     """Return the section `connectivity` of a recipe, in one form for all selections that
     mean the same; without `attention` where it is the default.
@@ -411,7 +429,7 @@ def _model_key(spec: Connectivity, mask: Sequence[bool]) -> str:
     only behind a rewired MoE layer, whatever is said.
     """
     partial = replace(spec, attention="partial")
-    return section_key(spec if attention_carried(partial, mask) else partial, mask)
+    return section_key(spec if partial.attention_layers(mask) else partial, mask)
 
 
 def section_options(section: Mapping[str, Any]) -> str:

@@ -108,7 +108,8 @@ def overlapped_collectives(
     A collective counts where attention is computed while it is in flight
     (`fcsd.parallel.overlap.schedule`); a shared expert alone could hide one in a
     regular layer as well. model_type: the family; some families keep each combine in
-    its layer; None: not known.
+    its layer; None: not known. Where a layer is one branch, an exchange counts where the
+    mixer before or behind its MoE layer is computed meanwhile.
     """
     # Layers beyond the last rewired or MoE layer have no exchange, so the model's depth
     # is not needed.
@@ -117,6 +118,13 @@ def overlapped_collectives(
         [k in chosen for k in range(num_layers)]
         for chosen in (set(layers), set(moe_layers))
     )
+    if model_type is not None and is_one_branch(model_type):
+        spec = Connectivity(list(layers) or "none", attention, mlp)  # type: ignore[arg-type]
+        outdated = spec.outdated_layers(moe) if layers else []
+        dispatches = sum(moe[k] and k - 1 in layers for k in outdated)
+        following = {*spec.attention_layers(moe)} - {*moe_layers} | {*outdated}
+        combines = sum(moe[k] and k + 1 in following for k in layers)
+        return dispatches + combines, 2 * len(moe_layers)
     inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
     # One entry per collective, with the steps that are computed while it is in flight.
     exchanges = [
@@ -129,6 +137,22 @@ def overlapped_collectives(
         any(name in attention_steps for _, name in computed) for computed in exchanges
     )
     return overlapped, 2 * len(moe_layers)
+
+
+def is_one_branch(model_type: str | None) -> bool:
+    """Tell whether each layer of a family is one branch: attention, Mamba or MLP."""
+    family = FAMILIES.get(model_type or "")
+    return family is not None and family.layout == "blocks"
+
+
+def layers_with_mlp(study: dict[str, Any]) -> list[int]:
+    """Return the layers whose MLP side can be ahead: all, or, where a layer is one
+    branch, the MoE layers behind a mixer.
+    """
+    mask = moe_mask(study)
+    if not is_one_branch(study.get("model_type")):
+        return list(range(len(mask)))
+    return [k for k in range(1, len(mask)) if mask[k] and not mask[k - 1]]
 
 
 def study_connectivity(study: dict[str, Any], layers: Sequence[int]) -> Connectivity:

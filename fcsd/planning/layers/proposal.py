@@ -38,6 +38,7 @@ from fcsd.planning.layers.points import (
     connectivity_overlap,
     deciding_metric,
     error_text,
+    layers_with_mlp,
     loss_text,
     number_text,
     options_head,
@@ -85,7 +86,8 @@ def plan_layers(
     """
     study = read_study(folder)
     num_layers = study["num_hidden_layers"]
-    count = parse_budget(budget, num_layers)
+    with_mlp = layers_with_mlp(study)
+    count = parse_budget(budget, len(with_mlp))
     metric = deciding_metric(study)
     chosen = metric["name"]
     check_calibrated(folder, study, calibrated)
@@ -97,7 +99,8 @@ def plan_layers(
         for layer in range(num_layers)
     ]
     pairs = pairs_of(study, chosen, calibrated)
-    proposal = least_costly([value for value, _ in losses], count, pairs)
+    alone_losses = {layer: losses[layer][0] for layer in with_mlp}
+    proposal = least_costly(alone_losses, count, pairs)
     base, base_error = base_loss(study, chosen, calibrated)
     selecting = selecting_option(study)
     sides = {name: study["study"][name] for name in ("attention", "mlp")}
@@ -180,7 +183,7 @@ def _selections(
     """
     count, special = result["num_layers"], result["special_layers"]
     metric = result["metric"]["name"]
-    last = resolve_layers({"last": count}, [True] * study["num_hidden_layers"])
+    last = layers_with_mlp(study)[-count:]
     compared = {"proposal": result["layers"], f"last {count}": last}
     # The proposal may contain a special layer; leaving those out is the alternative to
     # show beside it.
@@ -210,14 +213,14 @@ def parse_budget(text: str, num_layers: int) -> int:
         ) from None
 
 
-def least_costly(losses: Sequence[float], count: int, pairs: Pairs) -> list[int]:
+def least_costly(losses: Mapping[int, float], count: int, pairs: Pairs) -> list[int]:
     """Return the indices of `count` layers, chosen one after another: the smallest loss
     alone and in pairs with those chosen before it; of equal layers the later one comes
     first (paper Fig. 3).
 
-    losses: of each layer alone. pairs: {}: none.
+    losses: of each layer alone that can be chosen. pairs: {}: none.
     """
-    price = dict(enumerate(losses))
+    price = dict(losses)
     chosen: list[int] = []
     for _ in range(count):
         best = min(price, key=lambda layer: (price[layer], -layer))
@@ -395,7 +398,6 @@ def _refuse_without_error(
 
 def plan_text(proposal: dict[str, Any]) -> str:
     """Format the proposal: table, comparison, `--layers` text, YAML of a recipe."""
-    # The last lines can be copied as they are: the option, and the recipe's section.
     metric = proposal["metric"]
     unit = loss_text(metric)
     base = proposal["base"]
@@ -415,6 +417,14 @@ def plan_text(proposal: dict[str, Any]) -> str:
         ]
         for row in proposal["selections"]
     ]
+    # The last lines can be copied as they are: the option, and the recipe's section.
+    taken, section = proposal["selections"][0], proposal["connectivity"]
+    instead = []
+    margin = proposal["difference"]
+    if margin is not None and better_by(margin, metric) < 0:
+        taken = proposal["selections"][1]
+        section = {**section, taken["option"]: taken["layers"]}
+        instead = [f"Take the {taken['name']} layers instead: measured better."]
     measured = "KL" if metric["name"] == KL else metric["name"]
     if proposal["calibrated"]:
         unit, measured = f"{unit}, calibrated,", f"{measured}, calibrated,"
@@ -438,13 +448,14 @@ def plan_text(proposal: dict[str, Any]) -> str:
             markdown(header, compared),
             "",
             _verdict(proposal),
+            *instead,
             "Every collective counts the same here. With --gpu or --cluster, and the"
             " other options of a plan, layers are chosen by planned time saved per loss.",
             *special_text(proposal),
             "",
-            proposal["selections"][0]["options"],
+            taken["options"],
             "",
-            *section_text(proposal["connectivity"]),
+            *section_text(section),
         ]
     )
 
@@ -467,19 +478,23 @@ def verdict(margin: Mapping[str, Any], metric: Mapping[str, Any], other: str) ->
     """State in one sentence whether a proposal is better than another selection, from
     their paired difference.
     """
-    # A lower KL is better, but a higher score: a negative distance favours the
-    # proposal.
-    sign = 1 if metric["better"] == "lower" else -1
-    distance = sign * margin["value"]
-    # Within two standard errors the sign of a difference says nothing.
-    if margin["stderr"] is None or abs(distance) <= 2 * margin["stderr"]:
-        word = "cannot be told from"
-    else:
-        word = "is better than" if distance < 0 else "is WORSE than"
+    word = {1: "is better than", 0: "cannot be told from", -1: "is WORSE than"}[
+        better_by(margin, metric)
+    ]
     return (
         f"Measured, untrained: the proposal {word} {other}"
         f" (paired difference {margin['value']:+.2g} ± {error_text(margin['stderr'])})."
     )
+
+
+def better_by(margin: Mapping[str, Any], metric: Mapping[str, Any]) -> int:
+    """Return 1 where a proposal is better than another selection by their paired
+    difference, -1 where it is worse, and 0 within two standard errors, where the sign of
+    a difference says nothing.
+    """
+    if margin["stderr"] is None or abs(margin["value"]) <= 2 * margin["stderr"]:
+        return 0
+    return 1 if (margin["value"] < 0) == (metric["better"] == "lower") else -1
 
 
 def study_table(study: dict[str, Any]) -> str:

@@ -10,9 +10,9 @@ values, and `forwarding` (`compose`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_editable, write_sealed
-from fcsd.base.strict import Strict, validate
+from fcsd.base.strict import Rule, Strict, broken, validate
 
 Array = NDArray[np.float64]
 Phase = Literal["metadata", "dispatch", "combine"]
@@ -97,30 +97,82 @@ class LinkModel(Strict):
     combine: PhaseLinks
     ports: Ports
 
-    @model_validator(mode="after")
-    def _check_tables(self) -> "LinkModel":
-        # Messages name the edge, so that a file written by hand can be corrected.
-        size = self.world_size
-        if len({*self.endpoints}) != len(self.endpoints):
-            raise ValueError("endpoints: a name is given twice")
-        if size != len(self.endpoints):
-            raise ValueError(
-                f"world_size {size}, but it names {len(self.endpoints)} endpoints"
-            )
+    # Messages name the edge, so that a file written by hand can be corrected.
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda links: len({*links.endpoints}) != len(links.endpoints),
+            "endpoints: a name is given twice",
+        ),
+        (
+            lambda links: links.world_size != len(links.endpoints),
+            lambda links: (
+                f"world_size {links.world_size}, but it names {len(links.endpoints)}"
+                " endpoints"
+            ),
+        ),
+        (
+            lambda links: links.incomplete_tables,
+            "{0.incomplete_tables[0]}: needs {0.world_size} rows of {0.world_size}, but an"
+            " edge is missing",
+        ),
+        (
+            lambda links: links.impossible_edges,
+            lambda links: links.impossible_edges[0],
+        ),
+        (
+            lambda links: links.incomplete_ports,
+            "ports.{0.incomplete_ports[0]}: needs {0.world_size} values",
+        ),
+        (
+            lambda links: links.impossible_ports,
+            lambda links: (
+                "ports.{}: endpoint {}: {:g} seconds per byte; must be 0 to {:g}, or null"
+                " where its edges share no port"
+            ).format(*links.impossible_ports[0], _LONGEST_S),
+        ),
+    )
+
+    def _tables(self, *names: str) -> Iterator[tuple[str, list[list[Any]]]]:
         for phase in PHASES:
-            for name, rows in getattr(self, phase):
-                if name != "repeats":
-                    _check_table(f"{phase}.{name}", rows, size)
-        for name, rates in self.ports:
-            if len(rates) != size:
-                raise ValueError(f"ports.{name}: needs {size} values")
-            for u, rate in enumerate(rates):
-                if rate is not None and not 0 <= rate <= _LONGEST_S:
-                    raise ValueError(
-                        f"ports.{name}: endpoint {u}: {rate:g} seconds per byte; must be"
-                        f" 0 to {_LONGEST_S:g}, or null where its edges share no port"
-                    )
-        return self
+            links: PhaseLinks = getattr(self, phase)
+            yield from ((f"{phase}.{name}", getattr(links, name)) for name in names)
+
+    @property
+    def incomplete_tables(self) -> list[str]:
+        """Names of the tables that lack an edge."""
+        size = self.world_size
+        return [
+            name
+            for name, rows in self._tables(*_TIMES, "r2", "refined")
+            if len(rows) != size or any(len(row) != size for row in rows)
+        ]
+
+    @property
+    def impossible_edges(self) -> list[str]:
+        """What is wrong with each edge whose latency or time per byte cannot be."""
+        return [
+            f"{name}: edge {u} -> {v} is"
+            f" {f'negative ({x:g})' if x < 0 else f'not a valid time ({x:g} s)'}"
+            for name, rows in self._tables(*_TIMES)
+            for u, row in enumerate(rows)
+            for v, x in enumerate(row)
+            if not 0 <= x <= _LONGEST_S
+        ]
+
+    @property
+    def incomplete_ports(self) -> list[str]:
+        """Directions in which an endpoint's port is missing."""
+        return [name for name, rates in self.ports if len(rates) != self.world_size]
+
+    @property
+    def impossible_ports(self) -> list[tuple[str, int, float]]:
+        """Direction, endpoint and seconds per byte of each port that cannot be."""
+        return [
+            (name, u, rate)
+            for name, rates in self.ports
+            for u, rate in enumerate(rates)
+            if rate is not None and not 0 <= rate <= _LONGEST_S
+        ]
 
     @property
     def half_duplex(self) -> bool:
@@ -162,21 +214,6 @@ class LinkModel(Strict):
         """
         rates = getattr(self.ports, f"{direction}_s_per_byte")
         return np.array([0.0 if rate is None else rate for rate in rates])
-
-
-def _check_table(name: str, rows: list[list[Any]], size: int) -> None:
-    """Refuse a table of a phase that lacks an edge, or has an edge whose latency or time
-    per byte cannot be.
-    """
-    if len(rows) != size or any(len(row) != size for row in rows):
-        raise ValueError(f"{name}: needs {size} rows of {size}, but an edge is missing")
-    if not name.endswith(_TIMES):
-        return
-    for u, row in enumerate(rows):
-        for v, x in enumerate(row):
-            if not 0 <= x <= _LONGEST_S:
-                fault = f"negative ({x:g})" if x < 0 else f"not a valid time ({x:g} s)"
-                raise ValueError(f"{name}: edge {u} -> {v} is {fault}")
 
 
 def read_links(path: str | Path) -> LinkModel:
@@ -222,7 +259,8 @@ def _with_edges_of_hops(phase: dict[str, Any]) -> dict[str, Any]:
             table[u][v] if u < len(table) and v < len(table[u]) else None
             for table in (alpha, beta)
         )
-        _check_hops(f"edge {u} -> {v}", alphas, betas)
+        if problem := broken(_HOPS, f"edge {u} -> {v}", alphas, betas):
+            raise ValueError(problem)
         alpha[u][v], beta[u][v] = compose(alphas, betas, forwarding)  # type: ignore[arg-type]
     # A composed edge was not fitted, so the fields of a fit get defaults.
     unfitted = {
@@ -245,25 +283,44 @@ def _edges_of_hops(table: Any) -> list[tuple[int, int]]:
     ]
 
 
-def _check_hops(edge: str, alphas: Any, betas: Any) -> None:
-    """Refuse an edge whose hops have no latency or no time per byte."""
-    if not (
-        isinstance(alphas, list)
-        and isinstance(betas, list)
-        and len(alphas) == len(betas) > 0
-    ):
-        raise ValueError(
-            f"{edge}: alpha_s and beta_s_per_byte need a list with the same hops, one"
-            f" or more, got {alphas} and {betas}"
-        )
-    for name, times in zip(_TIMES, (alphas, betas), strict=True):
-        for number, time in enumerate(times):
-            is_number = isinstance(time, int | float) and not isinstance(time, bool)
-            if not is_number or not 0 <= time < math.inf:
-                raise ValueError(
-                    f"{name}: {edge}, hop {number}: a number of 0 or more is needed,"
-                    f" got {time!r}"
-                )
+def _is_time(hop: Any) -> bool:
+    is_number = isinstance(hop, int | float) and not isinstance(hop, bool)
+    return is_number and 0 <= hop < math.inf
+
+
+def _impossible_hop(alphas: list[Any], betas: list[Any]) -> tuple[str, int, Any] | None:
+    """Return table, number and value of the first hop whose time cannot be."""
+    return next(
+        (
+            (name, number, hop)
+            for name, hops in zip(_TIMES, (alphas, betas), strict=True)
+            for number, hop in enumerate(hops)
+            if not _is_time(hop)
+        ),
+        None,
+    )
+
+
+_HOPS: tuple[Rule, ...] = (
+    (
+        lambda edge, alphas, betas: (
+            not (
+                isinstance(alphas, list)
+                and isinstance(betas, list)
+                and len(alphas) == len(betas) > 0
+            )
+        ),
+        "{0}: alpha_s and beta_s_per_byte need a list with the same hops, one or more,"
+        " got {1} and {2}",
+    ),
+    (
+        lambda edge, alphas, betas: _impossible_hop(alphas, betas),
+        lambda edge, alphas, betas: (
+            "{1}: {0}, hop {2}: a number of 0 or more is needed, got {3!r}"
+        ).format(edge, *_impossible_hop(alphas, betas) or ()),
+    ),
+)
+"""Of an edge by name, and its hops' latencies and times per byte."""
 
 
 def _without_diagonal(rows: list[list[float]]) -> Array:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.base.errors import UserError
-from fcsd.base.strict import check_kind
+from fcsd.base.strict import Rule, refuse, wrong_kind
 from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
@@ -62,7 +61,19 @@ def calibrate_model(
         UserError: the student is not converted, the models do not belong together or
             are sharded, or there is too little text.
     """
-    _check_pair(student, teacher)
+    memory = "a model in memory (the first value that fcsd.load returns)"
+    refuse(
+        wrong_kind("student", student, nn.Module, memory),
+        wrong_kind("teacher", teacher, nn.Module, memory),
+        *_STUDENT,
+        of=(student,),
+    )
+    # Maps are folded into the weights that a layer computes with, as whole matrices.
+    refuse_adapters(student, "student")
+    refuse_offloaded(student, "student")
+    refuse(*_PAIR, of=(student, teacher))
+    for model in (student, teacher):
+        refuse_not_finite(model, type(model).__name__)
     layers = farskip_layers(student)
     text = text_of_rank(_as_rows(rows), teacher, ranks)
     modes = student.training, teacher.training
@@ -112,52 +123,70 @@ def _as_rows(rows: Any) -> Sequence[Any]:
     ]
 
 
+def _name(model: Any) -> str:
+    return type(model).__name__
+
+
+_STUDENT: tuple[Rule, ...] = (
+    (
+        lambda student: (
+            getattr(getattr(student, "config", None), "farskip", None) is None
+        ),
+        lambda student: (
+            f"{_name(student)}: is not converted; convert the student first"
+            " (fcsd.convert)"
+        ),
+    ),
+    (
+        lambda student: hasattr(student.config, CALIBRATED),
+        lambda student: f"{_name(student)}: is calibrated already; give the original",
+    ),
+)
+"""Of a student."""
+
+
 def _kind(model: Any) -> tuple[str, int]:
     """Return type and width, in which student and teacher are the same."""
     width: int = model.config.get_text_config().hidden_size
     return base_model_type(model.config.model_type), width
 
 
-def _check_pair(student: Any, teacher: Any) -> None:
-    """Raise UserError for a student that cannot be calibrated against this teacher."""
-    memory = "a model in memory (the first value that fcsd.load returns)"
-    check_kind("student", student, nn.Module, memory)
-    check_kind("teacher", teacher, nn.Module, memory)
-    name = type(student).__name__
-    if getattr(getattr(student, "config", None), "farskip", None) is None:
-        raise UserError(
-            f"{name}: is not converted; convert the student first (fcsd.convert)"
-        )
-    if hasattr(student.config, CALIBRATED):
-        raise UserError(f"{name}: is calibrated already; give the original")
-    # Maps are folded into the weights that a layer computes with, as whole matrices.
-    refuse_adapters(student, "student")
-    refuse_offloaded(student, "student")
-    if model_quantisation(student) is not None:
-        raise UserError(
-            f"{name}: its weights are quantised, so folded maps would be rounded away;"
-            " calibrate the unquantised model (`fcsd dequantize` writes one)"
-        )
+_PAIR: tuple[Rule, ...] = (
+    (
+        lambda student, teacher: model_quantisation(student) is not None,
+        lambda student, teacher: (
+            f"{_name(student)}: its weights are quantised, so folded maps would be"
+            " rounded away; calibrate the unquantised model (`fcsd dequantize` writes"
+            " one)"
+        ),
+    ),
     # A family has several sizes; the maps take the teacher's streams to the student's.
-    model_type, width = _kind(student)
-    if (
-        _kind(teacher) != (model_type, width)
-        or getattr(teacher.config, "farskip", None) is not None
-    ):
-        raise UserError(
-            f"{type(teacher).__name__}: the teacher has to be the student's original, a"
-            f" regular {model_type} of width {width}"
-        )
-    for model in (student, teacher):
-        if is_sharded(model):
-            raise UserError(
-                f"{type(model).__name__}: its weights are sharded over ranks; calibrate"
-                " the checkpoint first (fcsd calibrate), which holds one layer at a time"
-            )
-    if not farskip_layers(student):
-        raise UserError(f"{name}: has no rewired layer; there is nothing to calibrate")
-    for model in (student, teacher):
-        refuse_not_finite(model, type(model).__name__)
+    (
+        lambda student, teacher: (
+            _kind(student) != _kind(teacher)
+            or getattr(teacher.config, "farskip", None) is not None
+        ),
+        lambda student, teacher: (
+            f"{_name(teacher)}: the teacher has to be the student's original, a regular"
+            " {} of width {}".format(*_kind(student))
+        ),
+    ),
+    (
+        lambda *models: any(map(is_sharded, models)),
+        lambda *models: (
+            f"{_name(next(filter(is_sharded, models)))}: its weights are sharded over"
+            " ranks; calibrate the checkpoint first (fcsd calibrate), which holds one"
+            " layer at a time"
+        ),
+    ),
+    (
+        lambda student, teacher: not farskip_layers(student),
+        lambda student, teacher: (
+            f"{_name(student)}: has no rewired layer; there is nothing to calibrate"
+        ),
+    ),
+)
+"""Of a student and its teacher."""
 
 
 def text_of_rank(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
@@ -171,7 +200,7 @@ def text_of_rank(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     text = Text.of(batches_of(rows), ranks)
 
     def accept() -> None:
-        _check_text(text, model.config.get_text_config())
+        refuse(*_text_rules(text, model.config.get_text_config()))
         for batch in text.batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
 
@@ -180,27 +209,33 @@ def text_of_rank(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     return text
 
 
-def _check_text(text: Text, config: Any) -> None:
+def _text_rules(text: Text, config: Any) -> list[Rule]:
+    """Return what a rank's share of the rows may not be."""
     ids = torch.cat(
         [batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)]
     )
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
-    if len(outside):
-        raise UserError(
-            "calibration text: has the token id"
-            f" {int(outside[outside.abs().argmax()])}, but the model has"
-            f" {config.vocab_size} tokens; make the rows with the model's own tokenizer"
-        )
-    # Residuals do not show this: on few different tokens they are small, and the KL is
-    # not (docs/decisions.md).
     least = 4 * config.hidden_size
-    if text.num_distinct < least:
-        raise UserError(
+    return [
+        (
+            len(outside),
+            lambda: (
+                "calibration text: has the token id"
+                f" {int(outside[outside.abs().argmax()])}, but the model has"
+                f" {config.vocab_size} tokens; make the rows with the model's own"
+                " tokenizer"
+            ),
+        ),
+        # Residuals do not show this: on few different tokens they are small, and the KL
+        # is not (docs/decisions.md).
+        (
+            text.num_distinct < least,
             f"calibration text: {text.num_distinct} distinct tokens of"
             f" {text.num_tokens} in all (a repeated example adds none); calibration"
             f" needs at least {least} distinct tokens (4 x hidden size): give more text,"
-            " or use more of it (--tokens; in a recipe calibration.tokens)"
-        )
+            " or use more of it (--tokens; in a recipe calibration.tokens)",
+        ),
+    ]
 
 
 def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:

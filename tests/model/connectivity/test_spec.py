@@ -129,7 +129,6 @@ def test_a_connectivity_survives_its_config_field():
         ("all", "last:2", [len(MASK) - 2, len(MASK) - 1]),
         ("last:2", "all", "outdated"),
         ("last:2", f"0-{len(MASK) - 1}", None),
-        ("first:2", "last:2", "full"),
         ("all", "none", "full"),
         ("first:3", "first:2", [0, 1]),
         ("first:3", "1,2", [1, 2]),
@@ -145,6 +144,11 @@ def test_a_selection_of_outdated_mlp_sides_is_written_as_indices_or_as_a_word(
             connectivity.field(MASK)
         return
     assert connectivity.field(MASK)["mlp"] == written
+
+
+def test_a_rule_of_mlp_sides_that_no_rewired_layer_meets_is_refused():
+    with user_error("mlp: 0-1 are not among the rewired layers 6-7; select others"):
+        Connectivity("last:2", mlp="first:2").field(MASK)
 
 
 @pytest.mark.parametrize(

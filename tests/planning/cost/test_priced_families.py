@@ -96,6 +96,20 @@ def test_the_layers_of_every_family_are_priced_in_every_phase(
         assert (plan.cached > 0) == (phase != "train")
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("nemotron_h", "--layers moe"), ("qwen3_moe", "--layers last:1 --mlp full")],
+)
+def test_what_cannot_be_converted_to_is_no_plan(
+    family: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    words = f"plan {tmp_path} --gpu h100 --phase decode {options}".split()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "change nothing" in error and error.count("\n") == 1
+
+
 def test_a_layer_of_one_branch_has_one_sum_over_the_ranks(tmp_path: Path) -> None:
     """Nemotron-H: Mamba, experts, attention, experts; a mixer's sum is that of the shared
     expert behind it, beside the routed experts, whose hides beside the mixer behind them.

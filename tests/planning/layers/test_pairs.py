@@ -212,8 +212,8 @@ def test_of_layers_that_cancel_each_other_both_are_chosen(tmp_path: Path) -> Non
         "kl",
         False,
     ).pairs
-    assert least_costly(alone, 2, {}) == [0, 1]
-    assert least_costly(alone, 2, pairs) == [1, 3]
+    assert least_costly(dict(enumerate(alone)), 2, {}) == [0, 1]
+    assert least_costly(dict(enumerate(alone)), 2, pairs) == [1, 3]
     best = min(
         combinations(range(4), 2),
         key=lambda two: toy.kl(changes[two[0]] + changes[two[1]]),

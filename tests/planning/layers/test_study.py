@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as study_module
 from fcsd.planning.layers.first import special_layers
-from fcsd.planning.layers.points import overlapped_collectives
+from fcsd.planning.layers.front import Prices
+from fcsd.planning.layers.points import layers_with_mlp, overlapped_collectives
 from fcsd.planning.layers.proposal import (
     layers_within,
     least_costly,
@@ -1063,8 +1064,8 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
 
 
 def test_of_equal_layers_the_later_is_rewired() -> None:
-    assert least_costly([0.1, 0.1, 0.1, 0.1], 2, {}) == [2, 3]
-    assert least_costly([0.0, -0.1, 0.3], 2, {}) == [0, 1]
+    assert least_costly(dict.fromkeys(range(4), 0.1), 2, {}) == [2, 3]
+    assert least_costly({0: 0.0, 1: -0.1, 2: 0.3}, 2, {}) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -1113,6 +1114,51 @@ def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_att
     sides = ("partial", "outdated")
     assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "olmoe") == (5, 6)
     assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "flex_olmo") == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sides", "overlapped"),
+    [
+        # Layers 1, 4 and 7 have experts. The combines of 1 and 4 are beside the mixers
+        # behind them, the dispatches of all beside the mixers before them.
+        (range(8), ("partial", "outdated"), 5),
+        (range(8), ("partial", "full"), 2),
+        (range(8), ("partial", [4]), 3),
+        (range(8), ("full", "outdated"), 3),
+        ([0, 1], ("partial", "outdated"), 1),
+        ([1, 2], ("partial", "full"), 1),
+        ([1], ("partial", "outdated"), 0),
+    ],
+)
+def test_collectives_that_no_longer_block_where_a_layer_is_one_branch(
+    layers: Sequence[int], sides: tuple[str, Any], overlapped: int
+) -> None:
+    counted = overlapped_collectives([*layers], [1, 4, 7], *sides, "nemotron_h")
+    assert counted == (overlapped, 6)
+
+
+def test_only_experts_behind_a_mixer_are_chosen_where_a_layer_is_one_branch() -> None:
+    costs = {1: 0.1, 4: 0.2, 7: 3.0}
+
+    def point(side: str, layers: list[int], value: float) -> dict[str, Any]:
+        kl = {"value": value, "stderr": 0.001}
+        return {"side": side, "layers": layers, "values": {"kl": kl}}
+
+    study = {
+        "study": {"attention": "partial", "mlp": "selected"}, "model_type": "nemotron_h",
+        "num_hidden_layers": 8, "moe_layers": [1, 4, 7],
+        "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}],
+        "points": [
+            point("attention", [], 0.4),
+            *(point("single", [k], 0.4 + costs.get(k, 0)) for k in range(8)),
+        ],
+    }  # fmt: skip
+    assert layers_with_mlp(study) == [1, 4, 7]
+    assert [*Prices.of(study, "kl", False).mlp] == [1, 4, 7]
+    special = special_layers(study, "kl")
+    assert special is not None
+    assert special["typical"] == pytest.approx(0.2)
+    assert special["layers"] == [7]
 
 
 def test_plans_that_cannot_be_made_are_refused(
