@@ -120,8 +120,8 @@ def overlapped_collectives(
     )
     if model_type is not None and is_one_branch(model_type):
         spec = Connectivity(list(layers) or "none", attention, mlp)  # type: ignore[arg-type]
-        outdated = spec.outdated_layers(moe) if layers else []
-        dispatches = sum(moe[k] and k - 1 in layers for k in outdated)
+        outdated = [k for k in spec.outdated_layers(moe) if moe[k]]
+        dispatches = sum(k - 1 in layers for k in outdated)
         following = {*spec.attention_layers(moe)} - {*moe_layers} | {*outdated}
         combines = sum(moe[k] and k + 1 in following for k in layers)
         return dispatches + combines, 2 * len(moe_layers)

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from fcsd.cli.main import main
 from fcsd.data.config import SourceConfig
@@ -139,7 +139,7 @@ class Toy:
         self.logits = torch.randn(50, 6, generator=generator, dtype=torch.float64)
         head = nn.Linear(6, 6, bias=False)
         head.weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
-        config = SimpleNamespace()
+        config = PretrainedConfig()
         batches = [{"teacher_hidden": self.logits}]
         self.original = OriginalOutputs(batches, [0], head, config)
         self.kept = HiddenStates(folder / "hidden", ALONE, 1)
@@ -244,13 +244,14 @@ def test_the_next_half_of_a_front_is_priced_beside_those_chosen(tmp_path: Path) 
     facts = front(study, "kl", False, seconds)
     steps = facts["rows"][1 : facts["steps"]]
     assert [row["name"] for row in steps[:3]] == [
-        "+ MLP 3", "+ attention in all layers", "+ MLP 2",
+        "+ attention in all layers", "+ MLP 3", "+ MLP 2",
     ]  # fmt: skip
     predicted = next(row for row in steps if not row["measured"])
     assert predicted["losses"]["kl"]["pairs"]
     assert not predicted["losses"]["quiz"]["pairs"]
     printed = "\n".join(front_text(facts | {"chosen": steps[0]}))
-    assert "pairs 0.02000" in printed and "sum 0.002000" in printed
+    # 0 beside 2 and 3: the measured 0.4088, and 0.5 with -0.3 for 0 and 2.
+    assert "pairs 0.6088" in printed and "sum 0.09088" in printed
 
 
 # ---- in a study

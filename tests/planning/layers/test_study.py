@@ -562,7 +562,6 @@ def test_the_figure_has_a_second_curve_for_calibrated_weights(
         axis: Axes,
         x: list[int],
         y: list[float],
-        error: list[float],
         *,
         label: str,
         **_: Any,
