@@ -206,6 +206,8 @@ def test_of_layers_that_cancel_each_other_both_are_chosen(tmp_path: Path) -> Non
     pairs = Prices.of(
         {
             "study": {"attention": "full", "mlp": "outdated"},
+            "num_hidden_layers": 4,
+            "moe_layers": [0, 1, 2, 3],
             "points": [],
             "pairs": toy.pairs(changes),
         },
