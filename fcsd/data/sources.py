@@ -215,8 +215,9 @@ def _loading_error(path: Path, source: SourceConfig, error: Exception) -> UserEr
             f"{name}: no such file or folder, and the Hub did not give a data set of"
             f" this name: {reason}"
         )
-    if broken := broken_line(path):
-        return UserError(f"{name}{broken}")
+    for file in sorted(path.rglob("*.json*")) if path.is_dir() else [path]:
+        if broken := broken_line(file):
+            return UserError(f"data set {file}{broken}")
     advice = "; correct the file, or fetch it again" if path.is_file() else ""
     return UserError(f"{name}: {reason.rstrip('.')}{advice}")
 

@@ -85,6 +85,14 @@ def test_data_that_cannot_be_read_are_refused_with_place_and_advice(
         list(read_pieces(open_source(source), []))
 
 
+def test_a_broken_file_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
+    source = SourceConfig(path=str(tmp_path), columns={"text": "text"})
+    with user_error(r"data set .*/a\.jsonl, line 2: not valid JSON"):
+        list(read_pieces(open_source(source), []))
+
+
 def test_an_empty_name_is_not_the_current_folder() -> None:
     with user_error("data set ' ': is not a path; name a file"):
         data_fingerprint(" ")
