@@ -208,6 +208,25 @@ def greedy(
         worth = {half: worth[half] for half in left if not _are_near(half, added)}
 
 
+def _attention_first(
+    halves: Sequence[Half],
+    seconds: Callable[[Halves], float],
+    loss: Callable[[Halves], float],
+) -> Iterator[tuple[Half, ...]]:
+    """Yield the steps of `greedy` through all attention, then through the other halves,
+    whose prices were measured beside it.
+    """
+    attention = [half for half in halves if half.side == "attention"]
+    left = [*attention]
+    for added in greedy(attention, seconds, loss):
+        left = [half for half in left if half not in added]
+        yield added
+    others = [half for half in halves if half.side != "attention"]
+    for added in greedy(others, seconds, loss, Halves(attention)):
+        yield *left, *added
+        left = []
+
+
 def _rank(
     half: Half, worth: float, price: float
 ) -> tuple[bool, bool, float, float, int]:
@@ -256,8 +275,7 @@ def front(
 
     `rows`: the regular model, each step of `greedy`, MLP sides alone where no step is as
     good, and the selections that the study measured; `steps` is the number of rows of
-    the first two kinds. A row has its
-    connectivity, planned `step_s`, `saved_s` and `speed_up`, and its loss in every
+    the first two kinds. A row has its connectivity, planned `step_s`, `saved_s` and `speed_up`, and its loss in every
     metric of the study (`losses`) with its standard error: where `measured` is false,
     the last measured one of the steps before it plus the prices added since, with those
     of pairs where `pairs` is true. `front`: no other row is as fast at less loss in
@@ -296,32 +314,15 @@ def front(
 
     nothing = {name: _loss(0.0, 0.0, measured=True) for name in names}
 
-    loss_of = partial(predicted, name=metric)
     beside_attention = prices[metric].everywhere is not None
-
-    def steps_of(halves: Sequence[Half]) -> Iterator[tuple[Half, ...]]:
-        """Yield the steps of `greedy`. What MLP sides cost was measured beside attention
-        in all layers, or without: in the first case, attention comes before them.
-        """
-        if not beside_attention:
-            yield from greedy(halves, seconds_of, loss_of)
-            return
-        attention = [half for half in halves if half.side == "attention"]
-        left = [*attention]
-        for added in greedy(attention, seconds_of, loss_of):
-            left = [half for half in left if half not in added]
-            yield added
-        mlp = [half for half in halves if half.side != "attention"]
-        for added in greedy(mlp, seconds_of, loss_of, Halves(attention)):
-            yield *left, *added
-            left = []
+    steps_of = _attention_first if beside_attention else greedy
 
     def path(
         halves: Sequence[Half],
     ) -> Iterator[tuple[str, Connectivity, dict[str, Any]]]:
         """Yield the steps: what is added, all that is ahead, its losses."""
         chosen, losses = Halves(), nothing
-        for added in steps_of(halves):
+        for added in steps_of(halves, seconds_of, partial(predicted, name=metric)):
             before = {name: predicted(chosen, name) for name in names}
             chosen |= set(added)
             spec = halves_connectivity(study, chosen)
@@ -342,8 +343,7 @@ def front(
         rows.append(row(f"+ {added}", spec, losses))
     steps = len(rows)
     # Attention comes first where it is cheap, and may take the window in which an MLP
-    # side would have saved more: what those save alone stands beside the steps, where
-    # it was measured what they cost alone.
+    # side would have saved more. What those save alone stands beside the steps.
     mlp = [half for half in halves if half.side != "attention"]
     has_others = len(mlp) < len(halves) and not beside_attention
     for _, spec, losses in path(mlp) if has_others else ():
