@@ -51,7 +51,7 @@ from fcsd.model.load import (
     tokenizer_of,
 )
 from fcsd.model.quantised.methods import model_quantisation, why_not_trained
-from fcsd.parallel.engine import check_precision, engine_environment
+from fcsd.parallel.engine import engine_environment, precision_rules
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.argument_rules import refuse_another_cut
@@ -590,7 +590,7 @@ def _date_of_training(folder: Path) -> datetime:
 def _trainable_sections(args: FCSDConfig, launch: Launch) -> Sections:
     """Return the sections of arguments that a launch can train with."""
     sections = args.sections()
-    check_precision(sections.train, launch.engine)
+    refuse(*precision_rules(sections.train, launch.engine))
     try:
         with contextlib.suppress(ValueError):  # without the model some cannot be made
             Trainer.get_optimizer_cls_and_kwargs(args)

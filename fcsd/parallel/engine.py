@@ -255,11 +255,11 @@ def _zero3(device: torch.device) -> Engine:
     return Engine("zero3")
 
 
-def check_precision(train: Precision, engine: Engine) -> None:
-    """Raise UserError for a precision that the engine does not support, or that
-    accelerate's configuration contradicts.
+def precision_rules(train: Precision, engine: Engine) -> list[Rule]:
+    """Return which precision the engine does not support, or accelerate's configuration
+    contradicts.
     """
-    refuse(
+    return [
         (
             os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not train.bf16,
             "accelerate's configuration says mixed_precision bf16, the recipe train.bf16"
@@ -271,7 +271,7 @@ def check_precision(train: Precision, engine: Engine) -> None:
             "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones;"
             " set train.dtype: float32 and train.bf16: true",
         ),
-    )
+    ]
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
 from fcsd.model.load import ModelFolder, check_positions, load_checkpoint
 from fcsd.model.quantised.methods import why_not_trained
-from fcsd.parallel.engine import check_precision
+from fcsd.parallel.engine import precision_rules
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.recipe.layout import MAIN
@@ -251,9 +251,9 @@ def check_rows_fit(
     run.once(("positions", key, model_key, max_length), check)
 
 
-def check_overlap(run: Run) -> None:
-    """Check that the model supports the overlap of the launch; on the first rank, print
-    a line if less communication will overlap.
+def settle_overlap(run: Run) -> None:
+    """Settle how far the model overlaps in this launch; on the first rank, print a line
+    if less communication will overlap than was asked for.
 
     Raises:
         UserError: --expert-parallel does not divide the experts; the model, the version
@@ -329,7 +329,7 @@ def check_settings(
     keys, and `batch_key` where the batch is given.
     """
     with errors_begin(where):
-        check_precision(train, launch.engine)
+        refuse(*precision_rules(train, launch.engine))
         check_reporters(train.report_to)
         micro_batches(train, data.max_length, launch.ranks.size, batch_key)
         for source in data.train:

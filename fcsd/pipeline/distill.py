@@ -20,7 +20,7 @@ from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import begin_stage, finish_stage
 from fcsd.parallel.place import load_for_launch
-from fcsd.pipeline.checks import check_overlap, check_teacher, check_training
+from fcsd.pipeline.checks import check_teacher, check_training, settle_overlap
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.recipe.layout import MAIN
@@ -57,7 +57,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
         remove_checkpoints(folder, launch)
         return stage
     check_training(run)
-    check_overlap(run)
+    settle_overlap(run)
     start = calibrated_folder(main_run, variant)
     # Zero steps leave the weights that a training would start from, for comparison.
     if not recipe.train.max_steps:

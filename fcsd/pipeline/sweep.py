@@ -11,7 +11,7 @@ from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.writing import write_text
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
-from fcsd.pipeline.checks import check_overlap, check_training
+from fcsd.pipeline.checks import check_training, settle_overlap
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.distill import (
     calibrated_folder,
@@ -48,7 +48,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         _tell_choice(read_manifest(folder)["results"], launch)
         return stage
     check_training(run, recipe.sweep.batch_size_tokens)
-    check_overlap(run)
+    settle_overlap(run)
     start = calibrated_folder(run, None)
     rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = load_run_teacher(run, rows, fill=fill_cache)

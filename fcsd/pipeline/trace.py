@@ -26,13 +26,14 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from fcsd.base.errors import UserError
 from fcsd.base.memory import free_memory
+from fcsd.base.strict import refuse
 from fcsd.base.writing import check_folder_place, make_folder, new_folder
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families import family_of
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.engine import check_precision, checkpoints_activations
+from fcsd.parallel.engine import checkpoints_activations, precision_rules
 from fcsd.parallel.overlap import attach, detach
 from fcsd.parallel.overlap.exchange import Record
 from fcsd.parallel.overlap.layer import runtimes
@@ -44,7 +45,7 @@ from fcsd.parallel.overlap.measure import (
     timeline,
 )
 from fcsd.parallel.place import load_for_launch
-from fcsd.pipeline.checks import check_overlap
+from fcsd.pipeline.checks import settle_overlap
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.pretrain import new_model
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
@@ -83,7 +84,7 @@ def trace(run: Run, folder: Path) -> dict[str, Traced]:
 
     Raises:
         UserError: the launch does not shard the experts, the folder holds something
-            else, the batch is no whole number of micro-batches, or `check_overlap`
+            else, the batch is no whole number of micro-batches, or `settle_overlap`
             refuses the run.
     """
     launch = run.launch
@@ -92,7 +93,7 @@ def trace(run: Run, folder: Path) -> dict[str, Traced]:
         raise UserError(
             "trace: needs --expert-parallel N, 2 or more; without it there is nothing to trace"
         )
-    check_overlap(run)
+    settle_overlap(run)
     with _training(run, folder) as (original, training):
         traced, timelines = {}, {}
         # One model after the other: a device may not hold both.
@@ -135,7 +136,7 @@ def _training(run: Run, folder: Path) -> Iterator[tuple[ModelFolder, _Training]]
     section = recipe.pretrain if recipe.only_pretrains else None
     source, where = (recipe, "") if section is None else (section, "pretrain.")
     training = _Training(source.connectivity, source.train, source.data.max_length)
-    check_precision(training.train, launch.engine)
+    refuse(*precision_rules(training.train, launch.engine))
     micro_batches(
         training.train,
         training.max_length,

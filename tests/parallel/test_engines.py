@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
+from fcsd.base.strict import refuse
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
@@ -26,8 +27,8 @@ from fcsd.model.load import ModelFolder
 from fcsd.parallel import launch as launch_module
 from fcsd.parallel.engine import (
     Engine,
-    check_precision,
     checkpoints_activations,
+    precision_rules,
     requested_engine,
 )
 from fcsd.parallel.launch import Launch, gathered_once, is_sharded, join_launch
@@ -363,7 +364,7 @@ def test_accelerate_reads_every_configuration_and_it_asks_for_what_its_name_says
         config.stem, "zero3" if "zero3" in config.stem else "fsdp2"
     )
     assert engine.replicas == (2 if "2x8" in config.stem else 1)
-    check_precision(TrainConfig(bf16=True), engine)
+    refuse(*precision_rules(TrainConfig(bf16=True), engine))
     if engine.name == "zero3":
         kinds = zero_settings()
         offload = "cpu" if "offload" in config.stem else "none"
@@ -423,11 +424,11 @@ def test_a_precision_that_recipe_and_launch_do_not_agree_on_is_refused(
     with user_error(
         r"train.dtype bfloat16: ZeRO-3 keeps float32 weights .* train.bf16: true"
     ):
-        check_precision(TrainConfig(dtype="bfloat16"), Engine("zero3"))
+        refuse(*precision_rules(TrainConfig(dtype="bfloat16"), Engine("zero3")))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    check_precision(TrainConfig(bf16=True), Engine("fsdp2"))
+    refuse(*precision_rules(TrainConfig(bf16=True), Engine("fsdp2")))
     with user_error(r"mixed_precision bf16, the recipe train.bf16 false"):
-        check_precision(TrainConfig(), Engine("fsdp2"))
+        refuse(*precision_rules(TrainConfig(), Engine("fsdp2")))
 
 
 def test_a_layer_class_of_another_model_is_refused() -> None:

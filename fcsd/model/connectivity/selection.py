@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import refuse
+from fcsd.base.strict import Rule, refuse
 
 Selection = str | dict[str, int | str] | list[int]
 """`all | moe | none | {"first": N | "P%"} | {"last": N | "P%"} | [indices]`."""
@@ -123,22 +123,38 @@ def _count(value: Any, where: str) -> int | str:
     )
 
 
+_INDICES: tuple[Rule, ...] = (
+    (
+        lambda values, _: not values,
+        "the list of indices is empty; for no layers use none",
+    ),
+    (
+        lambda values, _: any(
+            not isinstance(index, int) or isinstance(index, bool) for index in values
+        ),
+        "indices must be whole numbers, got {1}",
+    ),
+    (
+        lambda values, _: min(values) < 0,
+        lambda values, _: (
+            f"index {next(index for index in values if index < 0)} is negative; for the"
+            " last layers use last:N"
+        ),
+    ),
+    (
+        lambda values, _: len({*values}) < len(values),
+        lambda values, shown_values: (
+            f"index {next(index for index in values if values.count(index) > 1)} is given"
+            f" twice in {shown_values}"
+        ),
+    ),
+)
+"""Of a list of indices, and the text in which it was given."""
+
+
 def _indices(values: list[Any], shown_values: str, name: str) -> list[int]:
-    """Return the sorted indices of a list, given as `shown_values`."""
-    if not values:
-        raise UserError(f"{name}: the list of indices is empty; for no layers use none")
-    if any(not isinstance(index, int) or isinstance(index, bool) for index in values):
-        raise UserError(f"{name}: indices must be whole numbers, got {shown_values}")
-    indices = sorted(values)
-    if indices[0] < 0:
-        negative = next(index for index in values if index < 0)
-        raise UserError(
-            f"{name}: index {negative} is negative; for the last layers use last:N"
-        )
-    if len({*indices}) < len(indices):
-        twice = next(index for index in values if values.count(index) > 1)
-        raise UserError(f"{name}: index {twice} is given twice in {shown_values}")
-    return indices
+    refuse(*_INDICES, of=(values, shown_values), where=f"{name}: ")
+    return sorted(values)
 
 
 def resolve_layers(

@@ -10,14 +10,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict
+from fcsd.base.strict import Rule, Strict, refuse
 from fcsd.model.connectivity.selection import (
     MlpInput,
     Selection,
     parse_mlp,
     parse_selection,
     resolve_layers,
-    selection_text,
 )
 
 
@@ -91,17 +90,13 @@ class Connectivity:
             chosen = resolve_layers(self.mlp, moe_mask, "mlp")
             outdated = [layer for layer in chosen if layer in layers]
             # A list names its layers one by one; a rule such as last:50% may also name
-            # others.
-            if isinstance(self.mlp, list) and outdated != chosen:
+            # others, but not only others.
+            named = isinstance(self.mlp, list) or not outdated
+            if named and outdated != chosen:
                 regular = sorted(set(chosen) - set(layers))
                 raise UserError(
                     f"mlp: layer {regular[0]} is not rewired; select it with `layers`,"
                     " too"
-                )
-            if chosen and not outdated:
-                raise UserError(
-                    f"mlp: {selection_text(chosen)} are not among the rewired layers"
-                    f" {selection_text(layers)}; select others, or write mlp: full"
                 )
             # The two words wherever they say it: a field is compared as a whole.
             if not outdated:
@@ -175,28 +170,11 @@ class Connectivity:
         """Read a `farskip` field back; raises UserError for another version or a
         malformed field.
         """
-        version = field.get("version") if isinstance(field, Mapping) else None
-        if version != VERSION:
-            raise UserError(
-                f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
-                f" {version!r}"
-            )
-        # An unknown key may change the meaning of the others, so none is ignored.
-        keys = {"version", "layers", "attention", "mlp"}
-        if {*field} != keys or not isinstance(field["layers"], list):
-            raise UserError(
-                f"{where}: farskip: needs exactly the keys version, layers (a list),"
-                f" attention, mlp; got {dict(field)!r}"
-            )
-        mlp = field["mlp"]
-        if mlp not in ("outdated", "full") and not isinstance(mlp, list):
-            raise UserError(
-                f"mlp: must be 'outdated', 'full' or a list of layers, got {mlp!r}"
-            )
+        refuse(*_FIELD, of=(field, where))
         # A selection refuses an empty list, as a slip; in a field it is the regular
         # model.
         layers: Selection = field["layers"] or "none"
-        return Connectivity(layers, field["attention"], mlp)
+        return Connectivity(layers, field["attention"], field["mlp"])
 
 
 class ConnectivityConfig(Strict):
@@ -270,6 +248,40 @@ def chosen_connectivity(
 
 VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
+
+
+def _version(field: Any) -> Any:
+    return field.get("version") if isinstance(field, Mapping) else None
+
+
+_FIELD: tuple[Rule, ...] = (
+    (
+        lambda field, where: _version(field) != VERSION,
+        lambda field, where: (
+            f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
+            f" {_version(field)!r}"
+        ),
+    ),
+    # An unknown key may change the meaning of the others, so none is ignored.
+    (
+        lambda field, where: (
+            set(field) != {"version", "layers", "attention", "mlp"}
+            or not isinstance(field["layers"], list)
+        ),
+        lambda field, where: (
+            f"{where}: farskip: needs exactly the keys version, layers (a list),"
+            f" attention, mlp; got {dict(field)!r}"
+        ),
+    ),
+    (
+        lambda field, where: (
+            field["mlp"] not in ("outdated", "full")
+            and not isinstance(field["mlp"], list)
+        ),
+        "mlp: must be 'outdated', 'full' or a list of layers, got {0[mlp]!r}",
+    ),
+)
+"""Of a `farskip` field, and the file that has it."""
 
 
 def outdated_layers(field: Mapping[str, Any]) -> list[int]:

@@ -147,7 +147,7 @@ def test_a_selection_of_outdated_mlp_sides_is_written_as_indices_or_as_a_word(
 
 
 def test_a_rule_of_mlp_sides_that_no_rewired_layer_meets_is_refused():
-    with user_error("mlp: 0-1 are not among the rewired layers 6-7; select others"):
+    with user_error("mlp: layer 0 is not rewired; select it with `layers`, too"):
         Connectivity("last:2", mlp="first:2").field(MASK)
 
 

@@ -16,7 +16,7 @@ from fcsd.parallel.engine import Engine, requested_engine
 from fcsd.parallel.launch import Launch, Ranks
 from fcsd.parallel.overlap import attach, check, refusal
 from fcsd.parallel.place import check_overlap_of, distributed_config, load_for_launch
-from fcsd.pipeline.checks import check_overlap
+from fcsd.pipeline.checks import settle_overlap
 from fcsd.pipeline.context import Run
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import Bench, user_error
@@ -72,7 +72,7 @@ def checked(
     from fcsd.recipe.load_recipe import load_recipe
 
     launch = Launch(device, Engine("ep", expert_parallel=size, overlap=overlap))
-    check_overlap(Run(load_recipe(recipe), launch))
+    settle_overlap(Run(load_recipe(recipe), launch))
     return capsys.readouterr().err
 
 
