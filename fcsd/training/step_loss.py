@@ -17,9 +17,10 @@ from fcsd.data.batches import (
     next_token_targets,
     trim_padding,
 )
+from fcsd.model.families.structure import unwrapped
 from fcsd.parallel.failure import in_step
 from fcsd.training.config import UpdateConfig
-from fcsd.training.losses.head import refuse_packing
+from fcsd.training.losses.head import packing_of, refuse_packing
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
 from fcsd.training.meters import Meters
 from fcsd.training.teachers.base import Teacher
@@ -52,6 +53,8 @@ class StepLoss:
 
             self.distance = hidden_terms.StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged)
+        # whether packed examples would see each other; known once a step has begun
+        self._may_leak: bool | None = None
         # of the distance between the streams in the step that is under way
         self._coefficient = 0.0
 
@@ -101,7 +104,9 @@ class StepLoss:
         self.meters.num_tokens += int(counts[1])
         if self.balance is not None:
             self.balance.begin_step(int(counts[2]))
-        for batch in batches:
+        if self._may_leak is None:
+            self._may_leak = packing_of(unwrapped(model).config) == "leaks"
+        for batch in batches if self._may_leak else ():
             refuse_packing(model, batch["labels"], batch["position_ids"])
         return counts[0]
 

@@ -315,9 +315,9 @@ def read_config(folder: Path, any_family: bool = False) -> Checkpoint:
     rewritten in ours, and so is the model type where it is an alias.
 
     Raises:
-        UserError: no or damaged config, or generation settings that are damaged;
-            unsupported or dense family (allowed with `any_family`); a FarSkip model type
-            without `farskip` field, or the other way round.
+        UserError: no or damaged config; unsupported or dense family (allowed with
+            `any_family`); a FarSkip model type without `farskip` field, or the other
+            way round.
     """
     # Before anything is opened: a link or a pipe is refused wherever it would be read.
     files_like(folder, _READ)
@@ -350,11 +350,15 @@ def read_config(folder: Path, any_family: bool = False) -> Checkpoint:
             raise UserError(f"{folder}: {error}{hint}") from None
         if is_farskip:
             connectivity = Connectivity.from_field(config["farskip"], where)
-    check_generation(folder)
-    # Without that file, transformers takes the end tokens from here.
-    _check_types(config, folder / CONFIG, _TOKENS)
     foreign = family is not None and config is not written
     return Checkpoint(folder, config, family, connectivity, foreign, (), None, {}, {})
+
+
+def check_tokens(checkpoint: Checkpoint) -> None:
+    """Raise UserError where the settings of generation are damaged."""
+    check_generation(checkpoint.folder)
+    # Without that file, transformers takes the end tokens from here.
+    _check_types(checkpoint.config, checkpoint.folder / CONFIG, _TOKENS)
 
 
 def check_model_types(config: Mapping[str, Any], where: str) -> None:
@@ -426,6 +430,7 @@ def _state(folder: Path) -> Any:
 
 def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
     checkpoint = read_config(folder, any_family)
+    check_tokens(checkpoint)
     weights = find_weights(folder, checkpoint.config)
     if weights is None:
         # The usual reasons for a folder without safetensors have separate messages:
@@ -475,6 +480,7 @@ def read_without_weights(folder: Path) -> Checkpoint:
         UserError: as `read_config`.
     """
     checkpoint = read_config(folder)
+    check_tokens(checkpoint)
     try:
         weights = read_checkpoint(folder)
     except UserError:  # no weights, some of them, or Git LFS pointers

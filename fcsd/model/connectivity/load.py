@@ -11,12 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fcsd.base.errors import UserError, errors_begin, one_line
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import decoded_floats, read_checkpoint_json
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
     Shapes,
+    check_tokens,
     find_folder,
     read_checkpoint,
     read_config,
@@ -425,8 +426,10 @@ def load_config(checkpoint: Checkpoint) -> Any:
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
     check_sizes(config, str(checkpoint.folder / CONFIG))
-    with errors_begin(f"{checkpoint.folder}: "):
+    try:
         family_of(config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.folder}: {error}") from None
     return config
 
 
@@ -438,6 +441,7 @@ def check_config(folder: Path) -> None:
         UserError: as `read_config` and `load_config`.
     """
     checkpoint = read_config(folder, any_family=True)
+    check_tokens(checkpoint)
     if checkpoint.family is not None:
         load_config(checkpoint)
 

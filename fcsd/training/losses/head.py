@@ -21,6 +21,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -340,5 +341,10 @@ def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
     """Return how a model with this config keeps the examples of a packed row apart; see
     `Family.packing`.
     """
-    row = FAMILIES.get(base_model_type(config.model_type))
+    return _packing(config.model_type)
+
+
+@cache
+def _packing(model_type: str) -> Literal["position_ids", "given_masks", "leaks"]:
+    row = FAMILIES.get(base_model_type(model_type))
     return "position_ids" if row is None else row.packing
