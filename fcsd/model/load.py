@@ -36,7 +36,7 @@ from fcsd.model.connectivity.checkpoint import (
     has_tokenizer,
     read_checkpoint,
 )
-from fcsd.model.connectivity.load import check_config, load_config, load_model
+from fcsd.model.connectivity.load import check_config, load_config, load_folder
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
@@ -161,13 +161,13 @@ def load_checkpoint(
     another.
 
     weights: False returns the same model without storage, for a rank that receives its
-    shard from another. any_family, options and errors: as in `load_model`; values that
+    shard from another. any_family, options and errors: as in `load_folder`; values that
     are NaN or infinite are refused.
     """
     config = model.config
     # From the folder, not the id: the facts stay the same while a command runs, even if
     # the repository changes.
-    loaded: PreTrainedModel = load_model(
+    loaded: PreTrainedModel = load_folder(
         model.folder,
         connectivity=connectivity,
         dtype=config.dtype,

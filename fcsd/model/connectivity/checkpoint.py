@@ -264,11 +264,13 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
             )
         ]
     for file in files:
-        check_file(file, folder)
+        _check_link(file, folder)
         if file.suffix and file.is_dir():
             raise UserError(
                 f"{file}: is a folder, a file is needed; {_FETCH_OR_REMOVE}"
             )
+    for file in files:
+        check_regular(file, _FETCH_OR_REMOVE)
     return sorted(file for file in files if file.is_file())
 
 
@@ -291,6 +293,12 @@ def check_file(file: Path, folder: Path) -> None:
         UserError: it is a link to a file outside `folder` or to nothing, a pipe, a
             socket or a device.
     """
+    _check_link(file, folder)
+    check_regular(file, _FETCH_OR_REMOVE)
+
+
+def _check_link(file: Path, folder: Path) -> None:
+    """Refuse a link to nothing, or to a file that is none of its checkpoint's."""
     # Links above the folder are resolved on both sides: only those inside it count.
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     is_snapshot = root.parent.name == "snapshots"
@@ -305,7 +313,6 @@ def check_file(file: Path, folder: Path) -> None:
         raise UserError(
             f"{file}: is a link to {target}, which does not exist; fetch the file again"
         )
-    check_regular(file, _FETCH_OR_REMOVE)
 
 
 def read_config(folder: Path, any_family: bool = False) -> Checkpoint:

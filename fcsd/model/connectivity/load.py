@@ -99,7 +99,30 @@ def load_model(
             missing or unexpected. Weights are never left at random values, pickles are
             never read.
     """
-    folder = find_folder(path, revision)
+    return load_folder(
+        find_folder(path, revision),
+        connectivity=connectivity,
+        original=original,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        any_family=any_family,
+        weights=weights,
+        **options,
+    )
+
+
+def load_folder(
+    folder: Path,
+    *,
+    connectivity: Connectivity | None = None,
+    original: bool = False,
+    dtype: Any = "auto",
+    trust_remote_code: bool = False,
+    any_family: bool = False,
+    weights: bool = True,
+    **options: Any,
+) -> Any:
+    """Load the model in a folder that `find_folder` has returned; as `load_model`."""
     checkpoint = read_checkpoint(
         folder, (any_family or trust_remote_code) and connectivity is None
     )

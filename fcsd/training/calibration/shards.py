@@ -28,7 +28,7 @@ from fcsd.base.files import safetensors_header
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.checkpoint import Checkpoint
-from fcsd.model.connectivity.load import load_model
+from fcsd.model.connectivity.load import load_folder
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.dtypes import PLAIN
 from fcsd.model.families.structure import output_head
@@ -52,7 +52,7 @@ class Layerwise(Models):
     ) -> None:
         assert checkpoint.family is not None
         self.checkpoint = checkpoint
-        self.model: Any = load_model(
+        self.model: Any = load_folder(
             checkpoint.folder, connectivity=connectivity, weights=False, **options
         ).float()
         steps = Steps(self.model, checkpoint.family)
