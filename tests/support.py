@@ -36,7 +36,7 @@ from fcsd.model.dtypes import loaded_dtypes
 from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.model.preserve import preserved
 from fcsd.model.saved_dtypes import FileDtypes
-from fcsd.parallel.launch import ALONE, Ranks
+from fcsd.parallel.launch import ALONE, Launch, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -507,6 +507,17 @@ def evaluate(
         return ask(model, name)
 
 
-def file_dtypes(model: Any, dtype: torch.dtype) -> FileDtypes:
-    """Return the dtypes of the files of a model that is loaded in `dtype`."""
-    return FileDtypes(dtype, loaded_dtypes(model, dtype))
+def write_as(
+    model: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    launch: Launch | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Write a model in the dtypes of one that is loaded in `dtype`."""
+    from fcsd.parallel.launch import join_launch
+    from fcsd.training.save_model import write_model
+
+    dtypes = FileDtypes(dtype, loaded_dtypes(model, dtype))
+    own = join_launch() if launch is None else launch
+    write_model(model, folder, tokenizer=tokenizer, dtypes=dtypes, launch=own)

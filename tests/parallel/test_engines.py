@@ -38,7 +38,6 @@ from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.prepare import freeze_embeddings_and_head
-from fcsd.training.save_model import write_model
 from fcsd.training.teachers.base import ModelTeacher
 from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
@@ -48,10 +47,10 @@ from tests.support import (
     ROOT,
     Bench,
     few,
-    file_dtypes,
     history,
     trained_weights,
     user_error,
+    write_as,
 )
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -716,13 +715,7 @@ def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_i
 def written_on_rank(rank: int, folder: Path) -> None:
     model, own = on_rank("fsdp2", lambda: model_of("untied"))
     shard_student(model, own, TrainConfig())
-    write_model(
-        model,
-        folder,
-        tokenizer=None,
-        dtypes=file_dtypes(model, torch.bfloat16),
-        launch=own,
-    )
+    write_as(model, folder, torch.bfloat16, own)
 
 
 def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(
@@ -741,13 +734,7 @@ def test_a_spread_student_is_left_whole_in_the_dtype_that_it_came_in(
 def with_mtp_written_on_rank(rank: int, original: Path, folder: Path) -> None:
     model, own = on_rank("fsdp2", lambda: load_model(original, weights=rank == 0))
     shard_student(model, own, TrainConfig())
-    write_model(
-        model,
-        folder,
-        tokenizer=None,
-        dtypes=file_dtypes(model, torch.float32),
-        launch=own,
-    )
+    write_as(model, folder, torch.float32, own)
 
 
 def test_a_spread_student_keeps_the_mtp_layers_of_its_checkpoint(

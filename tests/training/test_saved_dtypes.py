@@ -21,16 +21,14 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors, to_dtype
 from fcsd.model.families import FAMILIES
 from fcsd.model.saved_dtypes import saved_dtypes
-from fcsd.parallel.launch import join_launch
 from fcsd.parallel.shard import shard_student
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head
-from fcsd.training.save_model import write_model
 from tests.parallel.test_engines import NEEDS_DEEPSPEED, launch, on_rank
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
-from tests.support import Bench, few, file_dtypes, user_error
+from tests.support import Bench, few, user_error, write_as
 
 KEPT_IN_FLOAT32 = {
     "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note",
@@ -395,13 +393,7 @@ def test_a_model_that_is_saved_again_leaves_the_other_files_of_its_folder(
 def test_weights_that_are_no_numbers_are_compared_too(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     model.model.norm.weight.data[0] = math.nan
-    write_model(
-        model,
-        tmp_path,
-        tokenizer=None,
-        dtypes=file_dtypes(model, torch.float32),
-        launch=join_launch(),
-    )
+    write_as(model, tmp_path, torch.float32)
     assert tensors(tmp_path)["model.norm.weight"][0].isnan()
 
 
@@ -410,13 +402,7 @@ def test_where_memory_is_short_the_model_is_not_loaded_and_it_is_said(
 ) -> None:
     monkeypatch.setattr("fcsd.training.save_model.available_memory", lambda: 1000)
     model = tiny_model("mixtral")
-    write_model(
-        model,
-        tmp_path,
-        tokenizer=None,
-        dtypes=file_dtypes(model, torch.float32),
-        launch=join_launch(),
-    )
+    write_as(model, tmp_path, torch.float32)
     assert "was not compared with the trained model" in capsys.readouterr().err
 
 
@@ -442,13 +428,7 @@ def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
         hidden = model(
             input_ids=ids, position_ids=torch.arange(24)[None], objective="hidden"
         )["hidden"]
-    write_model(
-        model,
-        folder,
-        tokenizer=None,
-        dtypes=file_dtypes(model, torch.bfloat16),
-        launch=own,
-    )
+    write_as(model, folder, torch.bfloat16, own)
     return dtypes, seen, hidden
 
 

@@ -10,11 +10,9 @@ from safetensors.torch import load_file, save_file
 import fcsd
 from fcsd.cli.main import main
 from fcsd.model.load import load_tokenizer
-from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, file_dtypes, make_bench, run_command
+from tests.support import Bench, make_bench, run_command, write_as
 
 
 def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(
@@ -33,13 +31,7 @@ def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_name
     )
     tokenizer = load_tokenizer(tmp_path / "original")
     model = tiny_model("mixtral")
-    write_model(
-        model,
-        tmp_path / "left",
-        tokenizer=tokenizer,
-        dtypes=file_dtypes(model, torch.float32),
-        launch=join_launch(),
-    )
+    write_as(model, tmp_path / "left", torch.float32, tokenizer=tokenizer)
     named = json.loads((tmp_path / "left" / "tokenizer_config.json").read_text())[
         "tokenizer_class"
     ]

@@ -19,10 +19,8 @@ from fcsd.model.connectivity import (
     unconvert_checkpoint,
 )
 from fcsd.model.connectivity.export import export_checkpoint
-from fcsd.parallel.launch import join_launch
-from fcsd.training.save_model import write_model
 from tests.reference.tiny import tiny_model
-from tests.support import few, file_dtypes, user_error
+from tests.support import few, user_error, write_as
 
 # Their places in released checkpoints (transformers' patterns), and after the last of
 # the four decoder layers.
@@ -95,13 +93,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def write(model: Any, folder: Path) -> Path:
     model.config.use_cache = False  # as in every training
-    write_model(
-        model,
-        folder,
-        tokenizer=None,
-        dtypes=file_dtypes(model, torch.float32),
-        launch=join_launch(),
-    )
+    write_as(model, folder, torch.float32)
     return folder
 
 
