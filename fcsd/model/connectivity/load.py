@@ -508,10 +508,9 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     in_memory = {name: tuple(tensor.shape) for name, tensor in state.items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     layouts = shapes_in_files(model, state), in_memory, tied
+    _check_layouts(checkpoint, cls, *layouts)
     if checkpoint.quantisation is not None:
-        _check_quantised(checkpoint, *layouts)
         return set()
-    _check_plain(checkpoint, cls, *layouts)
     unexpected = {*checkpoint.shapes}.difference(*layouts)
     if not unexpected:
         return set()
@@ -531,50 +530,62 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     return left_out
 
 
-def _check_plain(
+def _check_layouts(
     checkpoint: Checkpoint,
     cls: Any,
     in_files: Shapes,
     in_memory: Shapes,
     tied: set[str],
 ) -> None:
-    """Refuse plain weights of other shapes than a model's, the body alone, and weights
-    without some tensors.
+    """Refuse weights of other shapes than a model's, the body alone, and weights without
+    some tensors.
     """
-    have = checkpoint.shapes.keys()
-    known = in_memory | in_files
-    others = [
-        name
-        for name, shape in checkpoint.shapes.items()
-        if name in known and shape not in (known[name], in_memory.get(name))
-    ]
-    # The body alone, saved without its head, has all names without the prefix. That is
-    # worth a sentence of its own; otherwise every tensor would be reported missing.
-    prefix = cls.base_model_prefix + "."
-    has_prefix = any(name.startswith(prefix) for name in have)
-    # One name that only memory has (experts in one tensor) shows the layout of the
-    # files.
-    is_in_memory = (in_memory.keys() - in_files.keys()) & have
-    names = in_memory if is_in_memory else in_files
-    missing = [name for name in names if name not in have and name not in tied]
-
+    have, dtypes = checkpoint.shapes, checkpoint.dtypes
+    is_plain = checkpoint.quantisation is None
+    # A packed tensor has the shape of its packing. A name may be in both layouts with
+    # two shapes, of which either is right.
+    expected = {
+        name: {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
+        for name in have
+        if is_plain or dtypes[name] in PLAIN
+    }
+    others = [n for n, shapes in expected.items() if shapes and have[n] not in shapes]
     if others:
         raise _quantised_or(
             checkpoint,
-            others[0] in quantised_tensors(checkpoint.dtypes),
-            _other_shape(checkpoint, others[0], known[others[0]]),
+            others[0] in quantised_tensors(dtypes),
+            _other_shape(checkpoint, others[0], min(expected[others[0]])),
         )
-    if not has_prefix and any(name.startswith(prefix) for name in in_files):
+    # The body alone, saved without its head, has all names without the prefix. That is
+    # worth a sentence of its own; otherwise every tensor would be reported missing.
+    prefix = cls.base_model_prefix + "."
+    if any(name.startswith(prefix) for name in in_files) and not any(
+        name.startswith(prefix) for name in have
+    ):
         raise UserError(
             f"{checkpoint.folder}: no tensor name starts with '{prefix}'; this is not a"
             f" checkpoint of {cls.__name__}"
         )
+    lacking = [
+        [name for name in names if name not in have and name not in tied]
+        if is_plain
+        else missing_tensors(names, dtypes, tied)
+        for names in (in_files, in_memory)
+    ]
+    # The files are in the layout of which they have more names: experts have their own
+    # in each.
+    is_in_memory = len(in_memory) - len(lacking[1]) > len(in_files) - len(lacking[0])
+    missing = lacking[is_in_memory]
     if missing:
         # If a packed tensor could replace a missing one, the cause is different: the
         # weights are quantised, and the config does not say so.
-        packed = missing_tensors(names, checkpoint.dtypes, tied)
+        names = in_memory if is_in_memory else in_files
+        packed = missing_tensors(names, dtypes, tied)
         raise _quantised_or(
-            checkpoint, len(packed) < len(missing), _incomplete(checkpoint, missing)
+            checkpoint,
+            len(packed) < len(missing),
+            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
+            f" '{missing[0]}'; the checkpoint is incomplete or of another model",
         )
 
 
@@ -584,42 +595,11 @@ def _quantised_or(
     """Return the error, with this message, for weights that do not fit a plain model;
     another one if they are quantised in a way that no file states.
     """
-    if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
+    is_plain = checkpoint.quantisation is None
+    if is_plain and has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
         dtype = checkpoint.dtypes[names[0]]
         message = quantised_without_word(checkpoint.folder, names[0], dtype)
     return UserError(message)
-
-
-def _check_quantised(
-    checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes, tied: set[str]
-) -> None:
-    """Refuse quantised weights without one of the model's tensors, or with a plain one
-    of another shape.
-    """
-    # Plain tensors only: a packed one has the shape of its packing. A name may be in
-    # both layouts with two shapes, of which either is right.
-    expected = {
-        name: {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
-        for name in checkpoint.shapes
-        if checkpoint.dtypes[name] in PLAIN
-    }
-    others = [
-        name
-        for name, shapes in expected.items()
-        if shapes and checkpoint.shapes[name] not in shapes
-    ]
-    # The files are in one of the two layouts; the other lacks all experts.
-    missing = min(
-        (
-            missing_tensors(names, checkpoint.dtypes, tied)
-            for names in (in_files, in_memory)
-        ),
-        key=len,
-    )
-    if others:
-        raise UserError(_other_shape(checkpoint, others[0], min(expected[others[0]])))
-    if missing:
-        raise UserError(_incomplete(checkpoint, missing))
 
 
 def _other_shape(checkpoint: Checkpoint, name: str, expected: Sequence[int]) -> str:
@@ -628,13 +608,6 @@ def _other_shape(checkpoint: Checkpoint, name: str, expected: Sequence[int]) -> 
         f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
         f" {CONFIG} says {list(expected)}; weights and config belong to"
         " different models"
-    )
-
-
-def _incomplete(checkpoint: Checkpoint, missing: Sequence[str]) -> str:
-    return (
-        f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
-        f" '{missing[0]}'; the checkpoint is incomplete or of another model"
     )
 
 
