@@ -107,7 +107,7 @@ test-torch: $(STAMP)  ## the newest torch that fcsd allows, 5 GB beside the envi
 EXTRAS := .extras
 
 test-extras: $(STAMP) $(EXTRAS) $(REAL_PACKAGES)  ## evalplus, wandb (offline), trackio, lm-eval's instruct tasks, compressed-tensors, `make real` in small
-	PYTHONPATH=$(CURDIR)/$(EXTRAS):$(CURDIR)/$(REAL_PACKAGES) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
+	PYTHONPATH=$(CURDIR)/$(EXTRAS):$(CURDIR)/$(REAL_PACKAGES) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m extras
 
 # Beside the environment, and without what that has already: alone, evalplus and trackio would change protobuf and pillow.
 # Where they cannot be installed, the folder stays empty and the tests skip and say so.
@@ -141,7 +141,7 @@ test-serving: test-bench  ## converted models in vLLM on a CPU, against load_mod
 	case $$? in \
 	  0) $(MAKE) --no-print-directory serving-models && cd serving && VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache \
 	       FCSD_SERVING_MODELS=$(CURDIR)/$(SERVING)/models FCSD_PYTHON=$(CURDIR)/$(BIN)/python \
-	       $(CURDIR)/$(SERVING)/bin/python -m pytest -q ;; \
+	       $(CURDIR)/$(SERVING)/bin/python -m pytest -q -n 2 --dist loadfile ;; \
 	  77) echo "skipped: nothing of serving/ was run in an engine" ;; \
 	  *) exit 1 ;; \
 	esac
@@ -182,7 +182,7 @@ MEGATRON := .megatron
 
 test-megatron: $(STAMP) $(MEGATRON)  ## FarSkip layers and weights in Megatron-Core on CPU ranks, against load_model
 	cd megatron && PYTHONPATH=$(CURDIR)/megatron:$(CURDIR):$(CURDIR)/$(MEGATRON) $(TEST_ENV) \
-	  $(CURDIR)/$(BIN)/python -m pytest -q
+	  $(CURDIR)/$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 $(MEGATRON): megatron/tests/requirements.txt  # beside the environment, never in it
 	rm -rf $@ $@.new

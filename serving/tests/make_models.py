@@ -11,8 +11,10 @@ vocabulary at every position, of one forward without a cache.
 
 import functools
 import json
+import multiprocessing
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +216,6 @@ def make(case: str, folder: Path, *, ranks: bool = True) -> None:
     ranks: also with the prompts of data-parallel ranks, where tests need them.
     """
     if case in VARIANTS:
-        make(BASE, folder)
         if not (folder / case / "reference.npz").exists():
             VARIANTS[case](folder, folder / case)
         return
@@ -300,6 +301,7 @@ def make_adapter(folder: Path, place: Path) -> None:
     """Write a LoRA adapter of attention and shared experts in PEFT's format; the
     reference has W + B·A as weights.
     """
+    make(BASE, folder)
     model, generator = (
         load_model(folder / BASE, dtype=torch.float32),
         torch.Generator().manual_seed(2),
@@ -329,6 +331,7 @@ def make_int8(folder: Path, place: Path) -> None:
 
     The reference computes with integers: y = (round(x / s) · Wq) s sw, s = max |x| / 127 by token.
     """
+    make(BASE, folder)
     model, original = (
         load_model(folder / BASE, dtype=torch.float32),
         folder / f"{place.name}-original",
@@ -449,7 +452,7 @@ def _multiply(integers: Any, scale: Any, bias: Any, x: Any) -> Any:
 MTP = ("deepseek_v3", "glm4_moe")
 """Families whose MTP layers transformers and vLLM run."""
 BASE = "qwen2_moe-all"
-"""The checkpoint whose variants are made."""
+"""The checkpoint of which some variants are made."""
 VARIANTS = {
     "qwen2_moe-adapter": make_adapter,
     "qwen2_moe-int8": make_int8,
@@ -516,12 +519,27 @@ def wanted_cases() -> list[str]:
     ]
 
 
+def make_all(names: list[str], folder: Path, *, ranks: bool) -> None:
+    for name in names:
+        make(name, folder, ranks=ranks)
+        print(name, flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
     in_sglang = sys.argv[2:] == ["sglang"]
-    for name in IN_SGLANG_CASES if in_sglang else sys.argv[2:] or wanted_cases():
-        make(name, target, ranks=not in_sglang)
-        print(name, flush=True)
+    wanted = IN_SGLANG_CASES if in_sglang else sys.argv[2:] or wanted_cases()
+    # A family's checkpoints are made of one another, so one process makes them.
+    of_family: dict[str, list[str]] = {}
+    for name in wanted:
+        of_family.setdefault(name.partition("-")[0], []).append(name)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        made = [
+            pool.submit(make_all, names, target, ranks=not in_sglang)
+            for names in sorted(of_family.values(), key=len, reverse=True)
+        ]
+        for family in made:
+            family.result()

@@ -21,7 +21,7 @@ from test_parallel import HERE, PATIENCE_S, run_ranks
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 OTHERS = (
-    "instella_moe", "deepseek_v2", "llama4_text", "mixtral", "olmoe", "qwen3_next",
+    "instella_moe", "deepseek_v2", "llama4_text", "qwen3_next",
 )  # fmt: skip
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 

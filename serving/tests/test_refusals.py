@@ -124,7 +124,7 @@ def test_an_fp8_checkpoint_without_scales_is_refused_by_the_engine_that_is_confi
 
 @pytest.mark.parametrize(
     "case",
-    ["qwen3_moe-all", "instella_moe-all", "instella_moe-original", "instella_moe-amd"],
+    ["qwen3_moe-all", "instella_moe-amd"],
 )
 def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_regular_model(
     case: str, folder: Any

@@ -15,7 +15,11 @@ from cases import BREADTH, FEW, FULL, LAYERS, MANY
 from fcsd_vllm.families import FAMILIES
 
 CASES = [
-    *(f"{family}-{layers}" for family in MANY for layers in LAYERS),
+    *(
+        f"{family}-{layers}"
+        for family in MANY
+        for layers in (LAYERS if BREADTH else ("all", "gap"))
+    ),
     *(
         f"{family}-{layers}"
         for family in FEW
@@ -123,11 +127,10 @@ def test_a_latent_of_544_is_refused_on_a_cpu_and_served_as_whole_heads(
 @pytest.mark.parametrize(
     "case",
     [
-        "qwen3_moe-all",
         "qwen2_moe-all",
         "instella_moe-all",
         "granitemoeshared-all",
-        *(["gemma4_text-all", "nemotron_h-all"] if BREADTH else []),
+        *(["qwen3_moe-all", "gemma4_text-all", "nemotron_h-all"] if BREADTH else []),
     ],
 )
 def test_a_compiled_model_computes_the_same_in_the_same_order(
@@ -272,20 +275,27 @@ def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that
     assert engine.compare(outputs, models / "hunyuan_v1_moe-original")[0] == 0
 
 
-@pytest.mark.parametrize("layer", ["mtp", "mtp_trained"])
+@pytest.mark.parametrize(
+    ("layer", "number"), [("mtp", 1), ("mtp_trained", 1), ("mtp_trained", 3)]
+)
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_a_converted_model_drafts_with_its_mtp_layer(
-    family: str, layer: str, models: Path, start: Any
+    family: str, layer: str, number: int, models: Path, start: Any
 ) -> None:
     folder = models / f"{family}-{layer}"
-    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    speculation = {"method": "mtp", "num_speculative_tokens": number}
     llm = start(folder, speculative_config=speculation, disable_log_stats=False)
     outputs = engine.generate(llm, folder, prompt_logprobs=None)
     equal, worst = engine.compare(outputs, folder)
     assert equal == 4
     assert worst < engine.BOUND
-    # Transformers' layer on fcsd's states drafts the same.
-    assert drafts_in(llm) == known_drafts(folder)
+    found, known = drafts_in(llm), known_drafts(folder)
+    if number == 1:
+        # Transformers' layer on fcsd's states drafts the same.
+        assert found == known
+    else:
+        # The layer reads its own states for later tokens, some of which are right.
+        assert found[1] > known[1]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -21,12 +21,13 @@ ELSEWHERE = "cp312-abi3-manylinux_2_28_" + (
 
 
 def registry(folder: Path, tags: str) -> dict[str, str]:
-    """Return an environment in which pip knows four wheels, one of them with these
+    """Return an environment in which pip knows five wheels, one of them with these
     tags; `pip index` reads only names.
     """
     folder.mkdir()
     for name in (
         "pytest-8.4.0-py3-none-any",
+        "pytest_xdist-3.8.0-py3-none-any",
         "torch-2.13.0-py3-none-any",
         "transformers-5.19.0-py3-none-any",
     ):
