@@ -10,8 +10,9 @@ contention). Measured times replace the
 roofline (`fcsd.planning.cost.measured`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
@@ -31,7 +32,7 @@ from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned, prepare
 from fcsd.planning.cost.settings import PlanSettings
 from fcsd.planning.cost.stages import stage_work, stages_of
-from fcsd.planning.cost.trace import Trace
+from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
 OVER_PREDICTION = {True: (0.72, 4.9), False: (0.71, 2.1)}
@@ -52,6 +53,15 @@ on 8 MI300X, 1.6 to 2.3 on one.
 
 PRINTED = 5e-4
 """The least change of a gain that its printed digits show."""
+
+_OF_TOKENS = {
+    "activations",
+    "loss",
+    "teacher hidden states",
+    "keys and values",
+    "fragmentation",
+}
+"""Parts of a rank's memory that shrink with batch or length."""
 
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times as many GPUs are tried for a plan that does not fit."""
@@ -202,9 +212,28 @@ def _settings(planned: Planned) -> dict[str, Any]:
     }
 
 
-def memory(planned: Planned) -> dict[str, Any]:
+Tracers = Callable[[int], Callable[[Setting], Trace]]
+"""Gives the traces of a training's steps for a number of ranks that share the experts."""
+
+
+def _tracers(planned: Planned) -> Tracers:
+    """Return the tracers of a training, which traces each setting once: a trace of all
+    layers takes seconds.
+    """
+    whole = tracer(planned.training)
+
+    @cache
+    def of_ranks(ranks: int) -> Callable[[Setting], Trace]:
+        return spread(whole, planned.training, planned.work, ranks)
+
+    return of_ranks
+
+
+def memory(planned: Planned, tracers: Tracers | None = None) -> dict[str, Any]:
     """Return the bytes of a rank (in serving: weights, keys and values), and whether
     the GPU has that much memory.
+
+    tracers: of the same training, with any rows, length and cluster; None: new ones.
     """
     settings = planned.settings
     # Training is traced, as in `fcsd estimate`; a server holds weights, cache and the
@@ -213,13 +242,7 @@ def memory(planned: Planned) -> dict[str, Any]:
         setting = micro_batch_setting(
             planned.training, planned.layout, planned.micro_batches
         )
-        trace_of = spread(
-            tracer(planned.training),
-            planned.training,
-            planned.work,
-            planned.expert_parallel,
-        )
-        trace = trace_of(setting)
+        trace = (tracers or _tracers(planned))(planned.expert_parallel)(setting)
         if planned.megatron:
             parts = _megatron_memory(planned, trace)
         else:
@@ -244,24 +267,30 @@ def kept_memory(planned: Planned) -> dict[str, Any] | None:
 
 def _memory(planned: Planned, advise: bool) -> dict[str, Any]:
     """Return `memory`, and with `advise` also settings that would fit."""
-    facts = memory(planned)
+    tracers = _tracers(planned)
+    facts = memory(planned, tracers)
     if not advise:
         return facts
     if facts["fits"]:
         return facts | {"changes": [], "needs_gpus": planned.num_gpus}
-    return facts | _what_fits(planned)
+    return facts | _what_fits(planned, facts, tracers)
 
 
-def _what_fits(planned: Planned) -> dict[str, Any]:
+def _what_fits(
+    planned: Planned, facts: Mapping[str, Any], tracers: Tracers
+) -> dict[str, Any]:
     """Return the changes that make a plan fit its GPUs (`changes`, as text), and the
     number of GPUs that it needs without them (`needs_gpus`; None where none of
     `MORE_GPUS` suffices).
+
+    facts: the memory of the plan. tracers: those that found it.
     """
     settings = planned.settings
 
     def fits(**changed: Any) -> bool:
         try:
-            return bool(memory(prepare(settings.model_copy(update=changed)))["fits"])
+            changed_plan = prepare(settings.model_copy(update=changed))
+            return bool(memory(changed_plan, tracers)["fits"])
         except UserError:  # ranks that do not divide batch or experts
             return False
 
@@ -271,11 +300,14 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
         changes.append("without --keep-activations")
     if settings.phase != "train" and settings.dtype != "fp8" and fits(dtype="fp8"):
         changes.append("--dtype fp8")
-    for batch in _halves(settings.batch):
+    # Where the weights alone are too large, no batch or length is small enough.
+    least = sum(n for name, n in facts["parts"].items() if name not in _OF_TOKENS)
+    hopeless = least > facts["gpu_bytes"]
+    for batch in _halves(settings.batch) if not hopeless else ():
         if fits(batch=batch):
             changes.append(f"--batch {batch}")
             break
-    for length in _halves(settings.length):
+    for length in _halves(settings.length) if not hopeless else ():
         if length >= 256 and fits(length=length):
             changes.append(f"--length {length}")
             break
