@@ -67,6 +67,7 @@ def calibrate(
     ):
         variant, calibrated_run = None, run
     launch = calibrated_run.launch
+    check_calibration(calibrated_run)
     stage = _stage(calibrated_run, run.layout.calibrate / (variant or MAIN))
     partial, model = stage.folder / "partial", stage.folder / "model"
     if begin_stage(stage, launch) != "finished":
@@ -89,16 +90,35 @@ def calibrate(
     return stage
 
 
+def check_calibration(run: Run) -> None:
+    """Refuse, before the text is read, what the calibration of a run cannot do: a model
+    or a connectivity that `calibratable` refuses, and too few tokens.
+    """
+    recipe, section = run.recipe, run.recipe.calibration
+    if section is None:
+        raise UserError(
+            f"recipe {recipe.name}: has no `calibration` section; add one (see"
+            " docs/convert.md)"
+        )
+    calibratable(run.original, recipe.connectivity.spec)
+    width = _width(run)
+    if section.tokens < 4 * width:
+        raise UserError(
+            f"calibration.tokens (--tokens): {section.tokens} are too few; give at"
+            f" least {4 * width} (4 x hidden size), better {128 * width}"
+        )
+
+
+def _width(run: Run) -> int:
+    width: int = run.original.load_config().get_text_config().hidden_size
+    return width
+
+
 def _stage(run: Run, folder: Path) -> Stage:
     """Return the calibration of a run, which may be a variant's, as a stage in a
     folder.
     """
     recipe = run.recipe
-    if recipe.calibration is None:
-        raise UserError(
-            f"recipe {recipe.name}: has no `calibration` section; add one (see"
-            " docs/convert.md)"
-        )
     inputs = run.launch.ranks.from_first(
         lambda: run.original.fingerprints("original") | data_inputs(recipe.data, run)
     )
@@ -111,19 +131,13 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     """
     recipe, section = run.recipe, run.recipe.calibration
     assert section is not None
-    width = run.original.load_config().get_text_config().hidden_size
-    if section.tokens < 4 * width:
-        raise UserError(
-            f"calibration.tokens (--tokens): {section.tokens} are too few; give at"
-            f" least {4 * width} (4 x hidden size), better {128 * width}"
-        )
     rows = training_rows(
         recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original
     )
     if run.launch.first:
         tell_examples(rows, "text")
     # Held-out rows measure the effect of the calibration.
-    solved, left_out = split_rows(rows, section.tokens, width)
+    solved, left_out = split_rows(rows, section.tokens, _width(run))
     results = calibrate_checkpoint(
         run.original,
         stage.folder / "partial",
@@ -202,10 +216,10 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
         run.layout.calibrate.name,
         "unfinished calibration",
     )
-    checkpoint = calibratable(run.original)
+    check_calibration(run)
     if launch.first:
+        connectivity, checkpoint = recipe.connectivity.spec, run.original.checkpoint
         assert checkpoint.family is not None
-        connectivity = recipe.connectivity.spec
         mask = moe_mask(run.original.load_config(), checkpoint.family)
         tell_first_layers(connectivity, mask, checkpoint.family, recipe.model_path)
     stage = calibrate(run, on_bad_row=None)

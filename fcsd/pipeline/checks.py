@@ -26,7 +26,6 @@ from fcsd.evaluation.config import (
 )
 from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.lm_eval.packages import provide_packages, task_folder
-from fcsd.evaluation.suites import named_tasks
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import classes_of, register
 from fcsd.model.connectivity.selection import resolve_layers
@@ -38,7 +37,9 @@ from fcsd.model.load import ModelFolder, check_positions, load_checkpoint
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import precision_rules
 from fcsd.parallel.launch import Launch
+from fcsd.pipeline.calibrate import check_calibration
 from fcsd.pipeline.context import Run
+from fcsd.planning.layers.settings import study_from_recipe, suite_of
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
 from fcsd.training.arguments import (
@@ -76,10 +77,7 @@ def check_run(run: Run) -> None:
     else:
         config, family = _config_and_family(run.original)
         if recipe.calibration is not None:
-            from fcsd.training.calibration.checkpoint import calibratable
-
-            calibratable(run.original)
-    mask = moe_mask(config, family)
+            check_calibration(run)
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
@@ -94,8 +92,11 @@ def check_run(run: Run) -> None:
         with _errors_of(name):
             check_training(variant_run, sizes)
             if not exists:
-                _check_layers(variant_run.recipe.connectivity, mask)
+                _check_layers(variant_run.recipe.connectivity, config, family)
+            elif name is not None and variant_run.recipe.starts_calibrated:
+                check_calibration(variant_run)
     if run.launch.first and _unfinished(layout.convert):
+        mask = moe_mask(config, family)
         tell_first_layers(recipe.connectivity.spec, mask, family, recipe.model_path)
     if any(_unfinished(layout.evaluate / name) for name in recipe.model_names):
         _check_evaluation(run)
@@ -110,7 +111,7 @@ def _check_pretrainings(run: Run) -> None:
             continue
         with _errors_of(name):
             config = _check_pretraining(run, section)
-            _check_layers(section.connectivity, moe_mask(config, family_of(config)))
+            _check_layers(section.connectivity, config, family_of(config))
     if any(_unfinished(run.layout.evaluate / name) for name in run.recipe.model_names):
         _check_evaluation(run)
 
@@ -186,7 +187,7 @@ def _check_training(run: Run, batches: Sequence[int] | None, exists: bool) -> No
 def _check_student(run: Run) -> None:
     """Try the settings of a training on the student without its weights."""
     recipe, train = run.recipe, run.recipe.train
-    _check_layers(recipe.connectivity, moe_mask(*_config_and_family(run.original)))
+    _check_layers(recipe.connectivity, *_config_and_family(run.original))
     student = load_checkpoint(run.original, recipe.connectivity.spec, weights=False)
     check_student(
         student,
@@ -367,11 +368,15 @@ def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
     return model.load_config(), family
 
 
-def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
+def _check_layers(
+    connectivity: ConnectivityConfig, config: PreTrainedConfig, family: Family
+) -> None:
     try:
-        resolve_layers(connectivity.spec.layers, mask)
+        connectivity.spec.new_field(moe_mask(config, family), family.layout)
     except UserError as error:
-        raise UserError(f"connectivity.{error}") from None
+        # An error of one side or of the selection begins with its key.
+        where = "" if str(error).startswith("connectivity") else "connectivity."
+        raise UserError(f"{where}{error}") from None
 
 
 def _check_evaluation(run: Run) -> None:
@@ -380,7 +385,7 @@ def _check_evaluation(run: Run) -> None:
     check_batch_size(evaluation.batch_size, run.launch.for_evaluation().ranks)
     check_server(evaluation.server, run.launch.ranks)
     if evaluation.layer_study is not None:
-        named_tasks(evaluation.suite, evaluation.layer_study.tasks)
+        suite_of(study_from_recipe(run.recipe))
     _check_suite(suite, run.data_root)
     kinds = {row.kind for row in suite.tasks}
     # A recipe that pretrains has no tokenizer yet.

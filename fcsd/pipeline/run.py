@@ -15,9 +15,7 @@ from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.text import Progress, Work, show, terminal_columns
 from fcsd.base.writing import discard_folder
-from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
-from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.parallel.launch import begin_stage, finish_stage
@@ -279,47 +277,12 @@ def layers(run: Run) -> Stage:
     """Run the layer study: KL on the recipe's held-out text, and scores, as functions
     of the rewired layers (paper Fig. 3).
     """
-    from fcsd.planning.layers.settings import Study
+    from fcsd.planning.layers.settings import study_from_recipe
     from fcsd.planning.layers.study import study_layers
     from fcsd.report.study_plots import plot_layers
 
-    recipe, original, config = run.recipe, run.original, run.recipe.evaluation
-    data = recipe.data
-    connectivity = recipe.connectivity
-    layer_study = config.layer_study
-    assert (
-        data.heldout is not None and layer_study is not None
-    )  # the recipe has checked it
-    study = Study(
-        model=original.config,
-        attention=connectivity.attention,
-        mlp=connectivity.mlp
-        if connectivity.mlp in ("outdated", "full")
-        else "selected",
-        sides=layer_study.sides
-        or (
-            ["first", "last"]
-            if connectivity.mlp == "full"
-            else ["first", "last", "single"]
-        ),
-        every=layer_study.every,
-        **(_scored(config, layer_study.tasks) if layer_study.tasks else {}),
-        text=SourceConfig(**data.heldout.model_dump()),
-        text_examples=data.heldout_examples,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-    )
-    return study_layers(study, original, run.layout.layers, run.launch, plot_layers)
-
-
-def _scored(config: EvaluationConfig, tasks: list[str]) -> dict[str, Any]:
-    # The study scores as the evaluation does.
-    names = ("suite", "data_root", "limit", "batch_size", "allow_weak_sandbox")
-    settings = {name: getattr(config, name) for name in names}
-    if settings["batch_size"] == "auto":  # not supported by a study
-        del settings["batch_size"]
-    return settings | {"tasks": tasks}
+    study = study_from_recipe(run.recipe)
+    return study_layers(study, run.original, run.layout.layers, run.launch, plot_layers)
 
 
 PRETRAINING = "pre-training"

@@ -268,15 +268,31 @@ def test_the_same_command_finds_its_calibration_finished_and_another_one_refuses
     )
 
 
-def test_too_few_tokens_are_refused_by_the_name_of_their_option(
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--tokens", "100"],
+            "calibration.tokens (--tokens): 100 are too few; give at least",
+        ),
+        (["--layers", "0", "--mlp", "full"], "change nothing: attention reads another"),
+        (["--layers", "0", "--mlp", "1"], "mlp: layer 1 is not rewired"),
+        (["--layers", "none"], "so there is nothing to calibrate"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_before_the_text_is_read(
     base_checkpoint: Path,
     text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
 ) -> None:
-    words = command_words(
+    command = command_words(
         "calibrate", base_checkpoint, tmp_path / "out", "--text", text
     )
-    assert main([*words, "--tokens", "100"]) == 2
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "calibration.tokens (--tokens): 100 are too few; give at least" in message
+    assert main([*command, *words]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed.strip().splitlines()[-1]
+    assert "examples" not in printed
+    assert not [*tmp_path.iterdir()]

@@ -29,6 +29,10 @@ from tests.support import Bench, few, run_of, user_error
 
 SWEEP = {"batch_size_tokens": [128, 96], "learning_rate": [1e-3], "steps": 2}
 DATA = {"train": [{"path": "gone/rows.jsonl"}], "max_length": 32}
+ALPACA = {
+    "path": "alpaca.jsonl",
+    "columns": {"prompt": "instruction", "response": "output"},
+}
 WRONG = {
     "tracker": (
         {"variants": {"v": {"train.report_to": ["wandb"]}}},
@@ -44,6 +48,30 @@ WRONG = {
             r"variants\.v: connectivity\.layers: index 9 is out of range: the model has"
             r" 2 decoder layers"
         ),
+    ),
+    "regular layers": (
+        {"variants": {"v": {"connectivity": {"layers": [0], "mlp": "full"}}}},
+        r"variants\.v: connectivity: layers \[0\], .* change nothing",
+    ),
+    "regular mlp": (
+        {"variants": {"v": {"connectivity": {"layers": [0], "mlp": [1]}}}},
+        r"variants\.v: connectivity\.mlp: layer 1 is not rewired",
+    ),
+    "few tokens": (
+        {"calibration": {"tokens": 10}},
+        r"^calibration\.tokens \(--tokens\): 10 are too few",
+    ),
+    "nothing to calibrate": (
+        {"calibration": {}, "variants": {"v": {"connectivity.layers": "none"}}},
+        r"variants\.v: connectivity\.layers: none .* nothing to calibrate; .*false\)$",
+    ),
+    "layer study": (
+        {
+            "data": {"train": [ALPACA], "heldout": ALPACA, "max_length": 32},
+            "connectivity": {"mlp": "full"},
+            "evaluation": {"layer_study": {"sides": ["single"]}},
+        },
+        r"^evaluation\.layer_study: side 'single' with mlp: full would measure nothing",
     ),
     "data": (
         {"variants": {"v": {"data": DATA}}},

@@ -138,15 +138,16 @@ class Connectivity:
         layers = field["layers"]
         # With the regular MLP input only these layers differ from regular ones.
         blocks = layout == "blocks"
+        if layout == "parallel" and self.attention == "full" and layers:
+            raise UserError(
+                "attention: full changes nothing here, because attention and MLP of a"
+                " layer read the same stream already; use attention: partial"
+            )
         behind = self.attention == "partial" and any(
             moe_mask[k] and k + 1 in layers and not (blocks and moe_mask[k + 1])
             for k in layers
         )
-        # attention: full of a parallel family is refused by name where the layers are
-        # looked at.
-        regular_mlp = field["mlp"] == "full" or (
-            layout == "parallel" and self.attention == "partial"
-        )
+        regular_mlp = field["mlp"] == "full" or layout == "parallel"
         if blocks and not any(
             moe_mask[k] and k - 1 in layers for k in outdated_layers(field)
         ):

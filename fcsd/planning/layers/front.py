@@ -396,9 +396,6 @@ def changes(study: dict[str, Any], spec: Connectivity) -> bool:
     """
     family = FAMILIES.get(study.get("model_type") or "")
     layout = "pre_norm" if family is None else family.layout
-    # There attention and MLP read the same stream in regular layers, too.
-    if layout == "parallel" and spec.attention == "full":
-        return False
     try:
         return bool(spec.new_field(moe_mask(study), layout)["layers"])
     except UserError:

@@ -32,7 +32,7 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import special_layers, special_text
-from fcsd.planning.layers.front import Pairs, pairs_of, section_text
+from fcsd.planning.layers.front import Pairs, changes, pairs_of, section_text
 from fcsd.planning.layers.points import (
     base_loss,
     connectivity_overlap,
@@ -160,14 +160,15 @@ def single_points(folder: Path, study: dict[str, Any]) -> dict[int, dict[str, An
     """Return the points of a study that rewire one layer, by layer; UserError if it has
     none.
     """
+    layers = range(study["num_hidden_layers"])
+    if not any(_rewires(study, [k]) for k in layers):
+        raise UserError(
+            f"{folder}: this study has no sensitivities: a single layer that it rewires"
+            " computes what a regular one does; use --max-loss, or run `fcsd layers`"
+            " with --mlp selected"
+        )
     alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not alone:
-        if study["study"]["mlp"] == "full":
-            raise UserError(
-                f"{folder}: a study with mlp: full (attention alone) has no"
-                " sensitivities: a single rewired layer computes what a regular one"
-                " does; use --max-loss"
-            )
         raise UserError(
             f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides"
             " single"
@@ -265,9 +266,11 @@ def layers_within(folder: Path, max_loss: float) -> dict[str, Any]:
                 for point in points
             ]
             nothing: Any = ([], *base_loss(study, chosen, calibrated))
+            # A selection that changes nothing loses nothing, and cannot be converted to.
+            real = [row for row in losses if _rewires(study, row[0])]
             # Take the largest selection within the loss, not the last before the first
             # that exceeds it: noise can make a smaller one exceed it.
-            within = [row for row in [nothing, *losses] if row[1] <= max_loss]
+            within = [row for row in [nothing, *real] if row[1] <= max_loss]
             layers, value, error = max(
                 within, key=lambda row: len(row[0]), default=nothing
             )
@@ -287,6 +290,10 @@ def layers_within(folder: Path, max_loss: float) -> dict[str, Any]:
         "within": rows,
         "special_layers": special_layers(study, chosen),
     }
+
+
+def _rewires(study: dict[str, Any], layers: Sequence[int]) -> bool:
+    return changes(study, study_connectivity(study, layers))
 
 
 def check_max_loss(max_loss: float) -> None:

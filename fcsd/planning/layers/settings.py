@@ -18,6 +18,7 @@ from fcsd.evaluation.study import ModelStudy
 from fcsd.evaluation.suites import named_tasks
 from fcsd.model.connectivity.selection import resolve_layers
 from fcsd.model.connectivity.spec import Connectivity, ConnectivityConfig
+from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better
@@ -135,12 +136,51 @@ def measured_connectivity(
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
     """Return the study that the options of `fcsd layers` describe, or raise UserError."""
-    sides = options["sides"]
-    if sides is None:
-        # Single layers with `mlp: full` are refused.
-        sides = "first,last" if options["mlp"] == "full" else "first,last,single"
+    text = options["sides"]
+    sides = sides_of(options["mlp"]) if text is None else text.split(",")
     calibrated = source_option(options["calibrated"], "--calibrated")
-    return Study.from_options(options, sides=sides.split(","), calibrated=calibrated)
+    return Study.from_options(options, sides=sides, calibrated=calibrated)
+
+
+def study_from_recipe(recipe: Recipe) -> Study:
+    """Return the layer study of a recipe, which has one; UserError for sides that
+    measure nothing.
+    """
+    data, config, connectivity = recipe.data, recipe.evaluation, recipe.connectivity
+    layer_study = config.layer_study
+    # The recipe has checked it.
+    assert data.heldout is not None and layer_study is not None
+    scored = {}
+    if layer_study.tasks:
+        # The study scores as the evaluation does.
+        names = ("suite", "data_root", "limit", "batch_size", "allow_weak_sandbox")
+        scored = {name: getattr(config, name) for name in names}
+        if scored["batch_size"] == "auto":  # not supported by a study
+            del scored["batch_size"]
+        scored["tasks"] = layer_study.tasks
+    mlp = connectivity.mlp
+    return Study.from_plain(
+        {
+            "model": recipe.model.model_copy(update={"path": recipe.model_path}),
+            "attention": connectivity.attention,
+            "mlp": mlp if mlp in ("outdated", "full") else "selected",
+            "sides": layer_study.sides or sides_of(mlp),
+            "every": layer_study.every,
+            **scored,
+            "text": SourceConfig(**data.heldout.model_dump()),
+            "text_examples": data.heldout_examples,
+            "max_length": data.max_length,
+            "packing": data.packing,
+            "loss_on": data.loss_on,
+        },
+        "evaluation.layer_study",
+    )
+
+
+def sides_of(mlp: Any) -> list[Side]:
+    """Return the sides that a study measures unless told: all that differ."""
+    # Single layers with `mlp: full` are refused.
+    return ["first", "last"] if mlp == "full" else ["first", "last", "single"]
 
 
 def suite_of(study: Study) -> SuiteConfig | None:

@@ -171,7 +171,7 @@ def study_layers(
         )
     ranks = launch.ranks
     mask = layer_mask(model)
-    points = selections(study, len(mask))
+    points = _points(study, model, mask, ranks)
     stage = ranks.from_first(lambda: layers_stage(study, model, folder))
     if begin_stage(stage, launch) == "finished":
         return stage
@@ -186,7 +186,8 @@ def study_layers(
         result["attention"] = begun.get("attention", [])
     num_kept = (len(mask) + 1) * (1 if study.calibrated is None else 2)
     states = HiddenStates(folder / "hidden", ranks, num_kept)
-    kept = states if has_pairs(study) else None
+    singles = [layers for side, layers in points if side == "single"]
+    kept = states if has_pairs(study) and singles else None
     if "pairs" in begun:
         result["pairs"], kept = begun["pairs"], None
 
@@ -215,7 +216,6 @@ def study_layers(
             for layer in ahead:
                 progress.add_attention(layer)
         if kept is not None:
-            singles = [[layer] for layer in range(len(mask))]
             with_base = study.mlp == "selected"
             measured = [[], *singles] if with_base else singles
             result["pairs"] = {}
@@ -229,6 +229,37 @@ def study_layers(
         draw(result, folder / "layers.png")
     finish_stage(stage, launch, {})
     return stage
+
+
+def _points(
+    study: Study, model: ModelFolder, mask: Sequence[bool], ranks: Ranks
+) -> list[tuple[str, list[int]]]:
+    """Return the selections to measure, and say so where single layers are left out
+    because they compute what regular ones do; UserError where nothing remains.
+    """
+    family = model.checkpoint.family
+    assert family is not None
+    study.connectivity(range(len(mask))).new_field(mask, family.layout)
+
+    def differs(layers: list[int]) -> bool:
+        with contextlib.suppress(UserError):
+            spec = study.connectivity(layers)
+            return bool(spec.new_field(mask, family.layout)["layers"])
+        return False
+
+    points = selections(study, len(mask))
+    kept = [point for point in points if point[0] != "single" or differs(point[1])]
+    if len(kept) < len(points):
+        reason = (
+            f"side 'single' measures nothing in {family.model_type}: a layer with regular"
+            " neighbours computes what a regular layer does; --mlp selected measures"
+            " MoE blocks one by one"
+        )
+        if not kept:
+            raise UserError(f"{reason}; or use the sides first and last")
+        if ranks.first:
+            print(f"layers: {reason}", file=sys.stderr)
+    return kept
 
 
 class _Progress:

@@ -47,6 +47,7 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.connectivity.rewire import rewired_layers
 from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
+from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, Ranks
 from fcsd.training.calibration.layer import walk
@@ -91,20 +92,14 @@ def calibrate_checkpoint(
     (`fcsd.training.calibration.model.calibrate_model`), and `kl` (`LeftOut.kl`; None
     without `left_out`).
 
-    Raises UserError: the checkpoint is converted, calibrated or quantised; there is too
-    little text, or it makes the model worse; the sums cannot be solved.
+    Raises UserError: as `calibratable`; there is too little text, or it makes the model
+    worse; the sums cannot be solved.
     """
     started, ranks = time.perf_counter(), launch.ranks
-    models = Layerwise(
-        calibratable(original), connectivity, launch.device, **_options(original)
-    )
+    checkpoint = calibratable(original, connectivity)
+    models = Layerwise(checkpoint, connectivity, launch.device, **_options(original))
     text = text_of_rank(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
-    if not layers:
-        raise UserError(
-            f"{original.config.path}: has no rewired layer; there is nothing to"
-            " calibrate"
-        )
     model, measured = work / "model", LeftOut(left_out, ranks) if left_out else None
     with writing(work):
         changed = models.files_of(layers)
@@ -201,12 +196,13 @@ def _judge(state: State, ranks: Ranks) -> None:
         print(message, file=sys.stderr)
 
 
-def calibratable(original: ModelFolder) -> Checkpoint:
+def calibratable(original: ModelFolder, connectivity: Connectivity) -> Checkpoint:
     """Return the checkpoint if it is an original with weights that maps can be folded
-    into.
+    into, and the connectivity rewires it.
 
     Raises:
-        UserError: it is converted, calibrated or quantised.
+        UserError: it is converted, calibrated or quantised; the connectivity does not
+            fit it, changes nothing or rewires no layer.
     """
     checkpoint, where = read_checkpoint(original.folder), original.config.path
     refuse(
@@ -225,6 +221,12 @@ def calibratable(original: ModelFolder) -> Checkpoint:
             " run `fcsd dequantize`, calibrate its output, then quantise the result",
         ),
     )
+    assert checkpoint.family is not None
+    mask = moe_mask(original.load_config(), checkpoint.family)
+    if not connectivity.new_field(mask, checkpoint.family.layout)["layers"]:
+        raise UserError(
+            f"{where}: layers: none rewires no layer; there is nothing to calibrate"
+        )
     return checkpoint
 
 

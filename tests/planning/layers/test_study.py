@@ -478,6 +478,26 @@ def test_a_study_that_cannot_be_is_refused(
     assert not (tmp_path / "s" / "layers.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("nemotron_h", ["--sides", "single"], r"'single' measures nothing in nemotron_h"),
+        ("cohere2_moe", ["--attention", "full"], r"attention: full changes nothing here"),
+    ],
+)  # fmt: skip
+def test_a_study_of_what_changes_nothing_in_a_family_is_refused(
+    family: str,
+    text: Path,
+    tmp_path: Path,
+    refused: Refused,
+    words: list[str],
+    message: str,
+) -> None:
+    tiny_model(family, vocab_size=300).save_pretrained(tmp_path / "model")
+    refused(command(tmp_path / "model", text, tmp_path / "s", *words), message)
+    assert not (tmp_path / "s").exists()
+
+
 def test_maps_are_not_fitted_on_the_text_that_is_measured(
     model: Path, text: Path, tmp_path: Path, refused: Refused
 ) -> None:
@@ -1178,6 +1198,19 @@ def test_plans_that_cannot_be_made_are_refused(
         ["plan-layers", str(tmp_path / "b"), "--budget", "2"],
         r"no sensitivities; run `fcsd layers` with --sides single",
     )
+    # A single layer of these computes what a regular one does.
+    for name, facts in {
+        "branches": {"model_type": "nemotron_h"},
+        "attention": {"study": {"attention": "partial", "mlp": "full"}},
+    }.items():
+        hand_made([0.0, 0.5, 0.5], tmp_path / name, **facts)
+        refused(
+            ["plan-layers", str(tmp_path / name), "--budget", "1"],
+            r"what a regular one does; use --max-loss, or .* --mlp selected",
+        )
+        # The first layer costs nothing, and cannot be converted to.
+        (row, *_) = layers_within(tmp_path / name, 0.0)["within"]
+        assert row["selection"] == "none"
     here = ["plan-layers", str(tmp_path / "a")]
     refused(
         [*here, "--budget", "1", "--calibrated"],
