@@ -37,11 +37,9 @@ from fcsd.model.load import ModelFolder, check_positions, load_checkpoint
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import precision_rules
 from fcsd.parallel.launch import Launch
-from fcsd.pipeline.calibrate import check_calibration
 from fcsd.pipeline.context import Run
-from fcsd.planning.layers.settings import study_from_recipe, suite_of
 from fcsd.recipe.layout import MAIN
-from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
+from fcsd.recipe.recipe import PretrainConfig, Recipe, TaskStoppingConfig
 from fcsd.training.arguments import (
     check_reporters,
     refuse_what_cannot_be_sharded,
@@ -76,8 +74,7 @@ def check_run(run: Run) -> None:
         check_rows_fit(run, config, recipe.data.max_length)
     else:
         config, family = _config_and_family(run.original)
-        if recipe.calibration is not None:
-            check_calibration(run)
+        _check_calibration(run)
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
@@ -92,9 +89,9 @@ def check_run(run: Run) -> None:
         with _errors_of(name):
             check_training(variant_run, sizes)
             if not exists:
-                _check_layers(variant_run.recipe.connectivity, config, family)
+                _check_layers(variant_run.recipe, config, family)
             elif name is not None and variant_run.recipe.starts_calibrated:
-                check_calibration(variant_run)
+                _check_calibration(variant_run)
     if run.launch.first and _unfinished(layout.convert):
         mask = moe_mask(config, family)
         tell_first_layers(recipe.connectivity.spec, mask, family, recipe.model_path)
@@ -111,7 +108,7 @@ def _check_pretrainings(run: Run) -> None:
             continue
         with _errors_of(name):
             config = _check_pretraining(run, section)
-            _check_layers(section.connectivity, config, family_of(config))
+            _check_connectivity(section.connectivity, config, family_of(config))
     if any(_unfinished(run.layout.evaluate / name) for name in run.recipe.model_names):
         _check_evaluation(run)
 
@@ -153,7 +150,7 @@ def _check_training(run: Run, batches: Sequence[int] | None, exists: bool) -> No
             " launch data parallel copies",
         ),
         (
-            reason := why_not_trained(quantisation),
+            reason := quantisation and why_not_trained(quantisation),
             lambda: f"{run.original.config.path}: {reason}",
         ),
     )
@@ -187,7 +184,7 @@ def _check_training(run: Run, batches: Sequence[int] | None, exists: bool) -> No
 def _check_student(run: Run) -> None:
     """Try the settings of a training on the student without its weights."""
     recipe, train = run.recipe, run.recipe.train
-    _check_layers(recipe.connectivity, *_config_and_family(run.original))
+    _check_layers(recipe, *_config_and_family(run.original))
     student = load_checkpoint(run.original, recipe.connectivity.spec, weights=False)
     check_student(
         student,
@@ -368,15 +365,35 @@ def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
     return model.load_config(), family
 
 
-def _check_layers(
+def _check_calibration(run: Run) -> None:
+    if run.recipe.calibration is not None:
+        from fcsd.pipeline.calibrate import check_calibration
+
+        check_calibration(run)
+
+
+def _check_layers(recipe: Recipe, config: PreTrainedConfig, family: Family) -> None:
+    layers = _check_connectivity(recipe.connectivity, config, family)
+    if not layers and recipe.starts_calibrated:
+        raise UserError(
+            "connectivity.layers: none rewires no layer, so there is nothing to"
+            " calibrate; select layers, or calibrate nothing (in a recipe's variant:"
+            " calibration.starts_training: false)"
+        )
+
+
+def _check_connectivity(
     connectivity: ConnectivityConfig, config: PreTrainedConfig, family: Family
-) -> None:
+) -> list[int]:
+    """Return the layers that a connectivity rewires in a model that it fits."""
+    mask = moe_mask(config, family)
     try:
-        connectivity.spec.new_field(moe_mask(config, family), family.layout)
+        layers: list[int] = connectivity.spec.new_field(mask, family.layout)["layers"]
     except UserError as error:
         # An error of one side or of the selection begins with its key.
         where = "" if str(error).startswith("connectivity") else "connectivity."
         raise UserError(f"{where}{error}") from None
+    return layers
 
 
 def _check_evaluation(run: Run) -> None:
@@ -385,6 +402,8 @@ def _check_evaluation(run: Run) -> None:
     check_batch_size(evaluation.batch_size, run.launch.for_evaluation().ranks)
     check_server(evaluation.server, run.launch.ranks)
     if evaluation.layer_study is not None:
+        from fcsd.planning.layers.settings import study_from_recipe, suite_of
+
         suite_of(study_from_recipe(run.recipe))
     _check_suite(suite, run.data_root)
     kinds = {row.kind for row in suite.tasks}

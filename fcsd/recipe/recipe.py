@@ -395,14 +395,6 @@ _RULES: tuple[Rule, ...] = (
         " calibration has changed them; use sharded or cache, or set"
         " calibration.starts_training: false",
     ),
-    (
-        lambda recipe: (
-            recipe.starts_calibrated and recipe.connectivity.spec.layers == "none"
-        ),
-        "connectivity.layers: none rewires no layer, so there is nothing to calibrate;"
-        " select layers, or calibrate nothing (in a recipe's variant:"
-        " calibration.starts_training: false)",
-    ),
     # Adapters already leave every original weight as it is.
     *(
         (

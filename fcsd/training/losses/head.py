@@ -163,15 +163,14 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
     if isinstance(head, LossHead):
         return
     logit_scale, softcap = head_scaling(model.config)
+    if vocab_size is None:
+        vocab_size = unpadded_vocab_size(model.config)
     # The class is exchanged in place: the module object, its name and its parameters,
     # which may be tied, stay the same.
     patched: Any = head
     patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
     patched.logit_scale, patched.softcap = logit_scale, softcap
-    if vocab_size is None:
-        patched.vocab_size = unpadded_vocab_size(model.config)
-    else:
-        patched.vocab_size = vocab_size
+    patched.vocab_size = vocab_size
 
     # An instance attribute may hide the class's forward already; detaching restores it.
     family_forward = model.forward
