@@ -62,11 +62,11 @@ def check_run(run: Run) -> None:
             launch does not support a setting, such as an automatic batch size where it
             shards the weights.
     """
-    recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
+    recipe, pretraining = run.recipe, run.recipe.pretrain
     if recipe.only_pretrains:
         _check_pretrainings(run)
         return
-    exists = pretraining is None or not _unfinished(layout.pretrain)
+    exists = pretraining is None or not _unfinished(run.layout.pretrain)
     if pretraining is not None and not exists:
         # Its configuration comes from the recipe.
         config = _check_pretraining(run, pretraining)
@@ -75,6 +75,7 @@ def check_run(run: Run) -> None:
     else:
         config, family = _config_and_family(run.original)
         _check_calibration(run)
+    layout = run.layout
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
