@@ -148,6 +148,13 @@ def run(recipe: Recipe) -> Path:
     return folder
 
 
+@pytest.fixture
+def without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write reports without figures and single answers, which take long."""
+    for name in ("_figures", "write_details"):
+        monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})
+
+
 def test_the_report_states_every_model_and_the_paired_differences(
     recipe: Recipe, run: Path
 ) -> None:
@@ -311,17 +318,6 @@ def test_settings_are_one_table_in_which_only_what_differs_names_models() -> Non
     assert "[" not in settings and "True" not in settings
 
 
-def test_a_model_that_was_asked_other_prompts_is_refused(
-    recipe: Recipe, run: Path
-) -> None:
-    whole, samples = result("fcsd")
-    samples["code"][0]["prompt_hash"] = "other"
-    evaluated(whole, samples, run / "evaluate" / "fcsd")
-    with user_error("the prompts differ in 1 of 4 items"):
-        write_report(recipe, list(SCORES), run / "report")
-    assert not (run / "report").exists()
-
-
 def test_a_result_of_weights_that_are_gone_is_refused(
     recipe: Recipe, run: Path
 ) -> None:
@@ -359,12 +355,10 @@ def test_a_figure_that_is_not_what_its_stage_left_enters_no_report(
     assert not (run / "report").exists()
 
 
+@pytest.mark.usefixtures("without_details")
 def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_reported(
-    recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, run: Path
 ) -> None:
-    for name in ("_figures", "write_details"):
-        # they take long
-        monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})
     for dataset, said in (("a/code", True), ("a/other", False)):
         suite = run.parent / "stopping.yaml"
         rows = [MBPP | {"dataset": dataset}]
@@ -382,6 +376,7 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
         ) == said
 
 
+@pytest.mark.usefixtures("without_details")
 def test_the_layers_of_a_multimodal_wrapper_are_those_of_its_text_stack(
     recipe: Recipe, run: Path
 ) -> None:
@@ -399,6 +394,7 @@ def test_the_layers_of_a_multimodal_wrapper_are_those_of_its_text_stack(
     )
 
 
+@pytest.mark.usefixtures("without_details")
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
     for name in SCORES:
         evaluated(*result(name, limit=4), run / "evaluate" / name)
@@ -433,6 +429,7 @@ def test_a_run_with_a_changed_config_or_a_file_less_is_not_reported(
         write_report(recipe, list(SCORES), run / "report")
 
 
+@pytest.mark.usefixtures("without_details")
 def test_an_unfinished_evaluation_is_left_out_with_a_line(
     recipe: Recipe, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -441,6 +438,7 @@ def test_an_unfinished_evaluation_is_left_out_with_a_line(
     assert "evaluate/fcsd: is not finished" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_details")
 def test_a_model_that_differs_from_its_stages_record_is_not_published(
     recipe: Recipe, run: Path
 ) -> None:
@@ -467,10 +465,7 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(
     (entry,) = front["model-index"]
     assert {
         row["dataset"]["type"]: row["metrics"][0]["value"] for row in entry["results"]
-    } == {
-        "a/code": 75.0,
-        "a/choice": 50.0,
-    }
+    } == {"a/code": 75.0, "a/choice": 50.0}
     assert "https://arxiv.org/abs/2511.11505" in card
     assert "@article{dukler2025farskip,\n" in card
     table = [line for line in card.splitlines() if line.startswith("| ")]
@@ -493,6 +488,7 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(
     assert (run / "publish" / "report.md").is_file()
 
 
+@pytest.mark.usefixtures("without_details")
 def test_a_finished_training_without_its_model_is_not_published(
     recipe: Recipe, run: Path
 ) -> None:
@@ -691,15 +687,6 @@ def test_the_card_has_the_command_that_serves_the_model_where_there_is_one(
     assert said in model_card(Facts("x", config, where="me/x")).text
 
 
-def test_a_model_that_was_not_evaluated_has_a_card_that_says_so() -> None:
-    config = {
-        "num_hidden_layers": 4,
-        "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"},
-    }
-    card = str(model_card(Facts("x", config)))
-    assert "Not evaluated." in card and "model-index" not in card
-
-
 def test_markdown_is_aligned() -> None:
     assert markdown(["a", "bb"], [["long", "1"]]).splitlines() == [
         "| a    | bb |",
@@ -728,6 +715,7 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
     assert [line[0] for line in lines[-2:]] == ["mean", "KL to original"]
 
 
+@pytest.mark.usefixtures("without_details")
 def test_in_a_narrow_terminal_the_table_has_no_scores_of_tasks_and_sentences_are_wrapped(
     recipe: Recipe, run: Path
 ) -> None:

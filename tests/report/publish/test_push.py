@@ -575,19 +575,12 @@ def test_measured_results_that_enter_no_index_are_not_said_to_be_missing(
     dry = tmp_path / "dry"
     words = ("--results", original, mine, "--dry-run", dry)
     assert push(checkpoint, "me/x", *words) == 0
-    assert ModelCard.load(dry / "README.md").data.eval_results is None
+    card = ModelCard.load(dry / "README.md")
+    assert card.data.eval_results is None and not (dry / ".eval_results").exists()
+    assert ("Only the first 4 items" in card.text) == (reason == "quick look")
     noted = capsys.readouterr().err
     assert "no results on the card" not in noted
     assert "the results on the card are in its text only" in noted
-
-
-def test_adapters_alone_are_refused_with_the_way_to_the_model(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
-    assert "holds adapters, not a model; give the folder of the stage" in error_of(
-        capsys, checkpoint, "me/x"
-    )
 
 
 def drop_shard(folder: Path) -> None:
@@ -618,6 +611,10 @@ def not_farskip(folder: Path) -> None:
     )
 
 
+def only_adapters(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -629,9 +626,11 @@ def not_farskip(folder: Path) -> None:
         (not_farskip, "is not a FarSkip checkpoint"),
         (lambda folder: (folder / "modeling_farskip.py").unlink(), "auto_map in config.json names it"),
         (lambda folder: (folder / "config.json").unlink(), "holds neither a checkpoint"),
+        (only_adapters, "holds adapters, not a model; give the folder of the stage"),
         (lambda folder: (folder / "README.md").write_text("---\na: [\n---\n"), "is not YAML"),
     ],
-    ids=["no weights", "a shard gone", "wrong shard", "cut shard", "width", "regular", "code", "config", "card"],
+    ids=["no weights", "a shard gone", "wrong shard", "cut shard", "width", "regular", "code", "config", "adapters",
+         "card"],
 )  # fmt: skip
 def test_a_folder_that_is_not_whole_is_refused_before_anything_is_sent(
     hub: Hub,
@@ -738,29 +737,6 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
         tmp_path / "dry2",
     )
     assert "was measured on other weights" in line and not (tmp_path / "dry2").exists()
-
-
-def test_a_quick_look_enters_no_index(
-    checkpoint: Path, base_checkpoint: Path, tmp_path: Path
-) -> None:
-    original = evaluated(tmp_path / "original", "original", base_checkpoint, limit=4)
-    mine = evaluated(tmp_path / "mine", "fcsd", checkpoint, limit=4)
-    assert (
-        push(
-            checkpoint,
-            "me/x",
-            "--results",
-            original,
-            mine,
-            "--dry-run",
-            tmp_path / "dry",
-        )
-        == 0
-    )
-    card = ModelCard.load(tmp_path / "dry" / "README.md")
-    assert card.data.eval_results is None
-    assert not (tmp_path / "dry" / ".eval_results").exists()
-    assert "Only the first 4 items" in card.text
 
 
 def test_a_card_that_is_there_is_kept_and_gets_the_repository_id(
