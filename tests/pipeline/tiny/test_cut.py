@@ -139,9 +139,7 @@ def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs
 
 
 @pytest.mark.parametrize(
-    "path",
-    sorted(CONFIGS.glob("*.json")),
-    ids=lambda path: path.stem,
+    "path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem
 )
 def test_the_configs_of_published_checkpoints_are_cut(path: Path) -> None:
     family = family_of(raw := json.loads(path.read_text()))

@@ -167,9 +167,8 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
     assert mbpp.column_names[:3] == ["task_id", "code", "prompt"]
 
 
-# Distillations keep the recipes' own micro-batch of a row or two; elsewhere it would
-# take most of the time.
-FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=8"]
+# The recipes' own micro-batch of a row or two would take most of the time.
+FEW_MICRO_BATCHES = "train.per_device_train_batch_size=8"
 
 
 def one_task(folder: Path) -> list[str]:
@@ -183,22 +182,17 @@ def one_task(folder: Path) -> list[str]:
     return ["--set", f"evaluation.suite={folder / 'suite.yaml'}"]
 
 
-def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
-    """Distil a rehearsal; return the results in its manifest."""
+def distilled(
+    path: Path, folder: Path, *changes: str, variant: str | None = None
+) -> dict[str, Any]:
+    """Distil a rehearsal with changed keys; return the results in its manifest."""
+    words = ["distill", str(path), "--rehearse", str(folder)]
+    words += ["--variant", variant] if variant is not None else []
     # Another test trains the sweep, for which the distillation would wait.
-    assert (
-        main(
-            [
-                "distill", str(path), "--rehearse", str(folder), "--set", "sweep=null", *options,
-            ]
-        )
-        == 0
-    )  # fmt: skip
-    place = (
-        folder
-        / "run"
-        / (f"variants/{options[-1]}" if "--variant" in options else "distill")
-    )
+    for change in ("sweep=null", FEW_MICRO_BATCHES, *changes):
+        words += ["--set", change]
+    assert main(words) == 0
+    place = folder / "run" / (f"variants/{variant}" if variant else "distill")
     assert (place / "model" / "model.safetensors").is_file()
     return read_json(place / "manifest.json")["results"]
 
@@ -207,11 +201,8 @@ def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
 def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     # Reading the items of eleven benchmarks takes ten seconds: once is enough.
     looked_at = name(path) == "qwen3-30b-a3b/distill"
-    results = distilled(
-        path,
-        tmp_path / "r",
-        *([] if looked_at else ["--set", "data.decontaminate=null"]),
-    )
+    changes = [] if looked_at else ["data.decontaminate=null"]
+    results = distilled(path, tmp_path / "r", *changes)
     assert results["steps"] == 2
     if looked_at:
         record = results["decontamination"]
@@ -238,12 +229,9 @@ def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
         if kind in seen:
             continue  # another coefficient of the same loss
         seen.add(kind)
-        options = [
-            "--set", "early_stopping=null", "--set", "data.decontaminate=null", "--variant", variant,
-        ]  # fmt: skip
-        assert (
-            distilled(path, tmp_path / "r", *FEW_MICRO_BATCHES, *options)["steps"] == 2
-        )
+        off = ("early_stopping=null", "data.decontaminate=null")
+        results = distilled(path, tmp_path / "r", *off, variant=variant)
+        assert results["steps"] == 2
 
 
 @pytest.mark.breadth
@@ -273,10 +261,11 @@ def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
 @pytest.mark.breadth
 @pytest.mark.parametrize("path", few(PRETRAINED, 1), ids=name)
 def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "r"
-    options = ["--rehearse", str(folder), "--set", "pretrain.data.decontaminate=null"]
-    assert main(["pretrain", str(path), *options]) == 0
-    place = folder / "run" / "pretrain"
+    words = ["pretrain", str(path), "--rehearse", str(tmp_path / "r")]
+    for change in ("data.decontaminate=null", FEW_MICRO_BATCHES):
+        words += ["--set", f"pretrain.{change}"]
+    assert main(words) == 0
+    place = tmp_path / "r" / "run" / "pretrain"
     assert read_json(place / "manifest.json")["results"]["steps"] == 2
     model_type = json.loads((place / "model" / "config.json").read_text())["model_type"]
     assert (
