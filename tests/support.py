@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
@@ -208,8 +209,7 @@ def with_suite(stopping: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def history(bench: Bench, name: str) -> list[dict[str, float]]:
     """Return the logged points of the distillation of a recipe of `bench`."""
-    lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return json_lines(bench.folder / name / "distill" / "history.jsonl")
 
 
 def trained_weights(bench: Bench, name: str) -> str:
@@ -248,6 +248,41 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a .jsonl file, and its folder."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def json_lines(file: Path) -> list[Any]:
+    """Return the values of a .jsonl file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def same_tensors(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether two state dictionaries are equal to the last bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in all files of a checkpoint."""
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+
+
+def interrupt_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Make trainings end like on Ctrl-C after so many steps."""
+    from fcsd.training.trainer import DistillTrainer
+
+    compute = DistillTrainer.compute_loss
+
+    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == step:
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    patch.setattr(DistillTrainer, "compute_loss", ended)
 
 
 def change_json(file: Path, changes: dict[str, Any]) -> None:

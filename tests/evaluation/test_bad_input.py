@@ -22,7 +22,7 @@ from fcsd.evaluation.stage import FINISHED_TASKS, PlannedEvaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import command_words, few, start
+from tests.support import command_words, few, json_lines, start, write_rows
 
 Files = dict[str, list[dict[str, Any]] | str | None]
 PIQA = {
@@ -135,7 +135,7 @@ def test_data_that_a_task_cannot_read_is_named_with_file_row_and_column(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     path = root / file
-    rows = change([json.loads(line) for line in path.read_text().splitlines()])
+    rows = change(json_lines(path))
     if rows is None:
         path.unlink()
     else:
@@ -157,7 +157,7 @@ def test_a_damaged_parquet_file_is_named_with_its_task(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = (root / file).with_suffix(".parquet")
-    rows = [json.loads(line) for line in (root / file).read_text().splitlines()]
+    rows = json_lines(root / file)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     (root / file).unlink()
     card = path.parents[1] / "README.md"
@@ -200,9 +200,6 @@ def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     ("task", "message"),
     [
         (PIQA | {"task": "piqua", "lm_eval_include": "piqa"}, "task piqua: not defined in .*; did you mean 'piqa'?"),
-        (PIQA | {"metric": "acc_nrm,none"}, "metric 'acc_nrm,none' does not exist; allowed: acc,none, acc_norm,none"),
-        (PIQA | {"split": "tset"}, "task piqa: cannot be loaded with .*: it has nothing named 'tset'"),
-        (PIQA | {"dataset": "baber/none"}, "no such folder; the data root must hold the data set baber/none in"),
         (
             {"task": "ai2_arc", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa",
              "lm_eval_include": "arc"},
@@ -307,11 +304,8 @@ def test_canonical_solutions_that_fail_are_no_score_but_an_error_of_status_1(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = root / CODE_FILE
-    rows = [
-        json.loads(line) | {"code": "def mul0(a, b):\n    return 7\n"}
-        for line in path.read_text().splitlines()
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wrong = {"code": "def mul0(a, b):\n    return 7\n"}
+    write_rows(path, [row | wrong for row in json_lines(path)])
     said = error_of(words(model, root, CODE), capsys, status=1)
     assert said.startswith(
         "task mbpp_plus: 1 of 1 canonical solutions do not pass their own tests (1000:"
@@ -322,7 +316,7 @@ def test_canonical_solutions_that_fail_are_no_score_but_an_error_of_status_1(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (GSM8K, "gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200"),
+        (GSM8K | {"max_new_tokens": 200}, "gsm8k: max_new_tokens 200 leave no room for a prompt in .* 200"),
         (CODE | {"max_new_tokens": 199}, "mbpp_plus: a prompt of .* do not fit the model's 200"),
         (OWN | {"max_new_tokens": 199}, "own: baber/piqa, row .* do not fit the model's 200"),
     ],

@@ -28,9 +28,6 @@ __all__ = ["place"]  # the fixture
 
 def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
     """Return result and samples of the suite beside the model."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.setdefault("RANK", str(rank))
     launch = join_launch().for_evaluation()
     model = load_for_evaluation(

@@ -171,33 +171,15 @@ PACKED = gzip.compress(SAMPLE.encode())
         (SAMPLE[:-1], r"line 1: not valid JSON"),
         (SAMPLE, r"2 of 3 problems have no sample \(the first is 1001\);.*--partial"),
         (b"\xff\xfe", r"s\.jsonl: is not a \.jsonl or \.jsonl\.gz file of UTF-8 text"),
+        (PACKED[:-9], r"s\.jsonl\.gz: is not a \.jsonl or \.jsonl\.gz file of UTF-8"),
     ],
 )  # fmt: skip
 def test_a_bad_file_of_samples_is_one_line(
     root: Path, tmp_path: Path, text: str | bytes, message: str
 ) -> None:
-    path = tmp_path / "s.jsonl"
+    path = tmp_path / ("s.jsonl.gz" if text == PACKED[:-9] else "s.jsonl")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with user_error(message):
-        graded(path, "mbpp_plus", root)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (SAMPLE.encode(), r"UTF-8 text \(Not a"),
-        (PACKED[:-9], "UTF-8"),
-    ],
-    ids=["not packed", "cut"],
-)
-def test_a_packed_file_of_samples_that_is_none_is_named(
-    root: Path, tmp_path: Path, content: bytes, message: str
-) -> None:
-    path = tmp_path / "s.jsonl.gz"
-    path.write_bytes(content)
-    with user_error(
-        rf"s\.jsonl\.gz: is not a \.jsonl or \.jsonl\.gz file of {message}"
-    ):
         graded(path, "mbpp_plus", root)
 
 

@@ -27,11 +27,7 @@ from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig
 from fcsd.evaluation.datasets import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.results import Journal, TaskStore
-from fcsd.evaluation.stage import (
-    FINISHED_TASKS,
-    PlannedEvaluation,
-    run_evaluation,
-)
+from fcsd.evaluation.stage import FINISHED_TASKS, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model

@@ -11,7 +11,6 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import score_table
 from tests.evaluation.test_runner import (
-    CODE,
     GENERATION,
     judge,
     likelihood,
@@ -19,7 +18,6 @@ from tests.evaluation.test_runner import (
     plain_lm_eval,
 )
 from tests.reference.tiny import tiny_model
-from tests.support import user_error
 
 __all__ = ["place"]  # a fixture
 POSITIONS = 40
@@ -54,8 +52,7 @@ def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
         assert mine.get("cut", False) == (longest > POSITIONS)
         too_long += longest > POSITIONS
         assert mine["loglikelihoods"] == pytest.approx(
-            [float(each[0][0]) for each in other["resps"]],
-            abs=1e-4,
+            [float(each[0][0]) for each in other["resps"]], abs=1e-4
         )
     assert 0 < too_long < 12, too_long
     assert made["tasks"]["t_choice"]["prompts_cut"] == too_long
@@ -77,34 +74,3 @@ def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -
     assert made["tasks"]["t_answers"]["prompts_cut"] == 0
     assert "cut" not in samples["t_answers"][0]
     assert "cut" not in score_table(made)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            GENERATION | {"max_new_tokens": POSITIONS},
-            "task t_answers: max_new_tokens 40 leave no room for a prompt in the model's 40 positions; lower",
-        ),
-        (CODE | {"max_new_tokens": POSITIONS}, "task t_code: a prompt of .* do not fit the model's 40 positions"),
-        (
-            likelihood(dataset="o/lengthy"),
-            "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be scored; the model has 40 positions",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_asked_at_all_is_refused_with_the_task(
-    short: Any, place: Path, row: dict[str, Any], message: str
-) -> None:
-    from tests.evaluation.test_runner import write_rows
-
-    if not (place / "data/o/lengthy").exists():
-        choices = ["x", " ".join("y" * 100), "z"]
-        write_rows(
-            place / "data/o/lengthy",
-            [{"question": "q", "choices": choices, "answer": 0}],
-            "test",
-            "train",
-        )
-    with user_error(message):
-        judge(short, place, row)

@@ -2,13 +2,13 @@
 use.
 """
 
-import json
 from pathlib import Path
 
 from fcsd.evaluation.items import suite_prompts
 from fcsd.evaluation.suites import changed_suite, load_suite, named_tasks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
+from tests.support import json_lines
 
 
 def test_prompts_are_the_questions_in_the_form_that_each_task_asks(
@@ -30,8 +30,7 @@ def test_prompts_are_the_questions_in_the_form_that_each_task_asks(
     ]
 
     def rows(name: str) -> list[dict[str, str]]:
-        lines = (root / "fcsd" / name / "test.jsonl").read_text().splitlines()[:3]
-        return [json.loads(line) for line in lines]
+        return json_lines(root / "fcsd" / name / "test.jsonl")[:3]
 
     questions = [
         row["question"]

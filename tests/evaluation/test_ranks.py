@@ -89,10 +89,7 @@ def judged(
     """Return the results of this rank, the number of forward passes, and whether it
     holds only a part of the weights.
     """
-    from accelerate.state import AcceleratorState
-
     os.environ.update(variables)
-    AcceleratorState._reset_state(reset_partial_state=True)
     launch = join_launch(expert_parallel=experts).for_evaluation()
     ranks, rows = launch.ranks, None if experts > 1 else text_rows()
     known = None
@@ -251,9 +248,6 @@ def short_of_memory(rank: int, place: Path) -> Any:
     """Evaluate with batch_size auto where the second rank has memory for three
     sequences.
     """
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
     launch = join_launch()
     model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), launch)
     forward, most = model.forward, []

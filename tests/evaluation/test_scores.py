@@ -7,12 +7,7 @@ import numpy
 import pytest
 from scipy import stats
 
-from fcsd.base.stats import (
-    holm,
-    plain_mean,
-    pooled_standard_error,
-    standard_error,
-)
+from fcsd.base.stats import holm, plain_mean, pooled_standard_error, standard_error
 from fcsd.evaluation.scores import compare, paired
 from fcsd.report.verdict import task_verdict
 from tests.support import user_error
@@ -264,10 +259,7 @@ def test_the_verdict_is_for_all_tasks_together() -> None:
         task: row["verdict"]
         for task, row in rows.items()
         if row["verdict"] != "within noise"
-    } == {
-        "much_worse": "lost",
-        "better": "gained",
-    }
+    } == {"much_worse": "lost", "better": "gained"}
 
 
 def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() -> None:

@@ -2,7 +2,6 @@
 what a server may do wrong.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,7 @@ from fcsd.evaluation import server as client
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval import served as lm_eval_served
 from fcsd.evaluation.results import Journal
-from fcsd.evaluation.stage import (
-    FINISHED_TASKS,
-    PlannedEvaluation,
-    run_evaluation,
-)
+from fcsd.evaluation.stage import FINISHED_TASKS, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint
@@ -36,7 +31,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.reference.tiny import tiny_model
-from tests.support import command_words, evaluate, user_error
+from tests.support import command_words, evaluate, json_lines, user_error
 
 ITEMS = 4
 
@@ -114,9 +109,7 @@ def evaluated(
     evaluation = PlannedEvaluation("model", model, **(options | own))
     run_evaluation(evaluation, output, join_launch())
     return {
-        path.stem.removeprefix("samples_"): [
-            json.loads(line) for line in path.read_text().splitlines()
-        ]
+        path.stem.removeprefix("samples_"): json_lines(path)
         for path in output.glob("samples_*.jsonl")
     }
 
@@ -142,10 +135,7 @@ def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
     served = evaluated(place, tmp_path / "served", url)
     assert set(served) == {"tiny_code", "tiny_choice", "tiny_answers"}
     for task, samples in served.items():
-        known = [
-            json.loads(line)
-            for line in (in_memory / f"samples_{task}.jsonl").read_text().splitlines()
-        ]
+        known = json_lines(in_memory / f"samples_{task}.jsonl")
         assert len(samples) == len(known) == ITEMS
         for one, other in zip(samples, known, strict=True):
             received, computed = (
@@ -450,8 +440,8 @@ def test_likelihoods_need_prompt_logprobs_and_answers_do_not(
     made = evaluated(
         place, tmp_path / "b", url, suite=only("generation"), server_check=False
     )
-    known = (in_memory / "samples_tiny_answers.jsonl").read_text().splitlines()
-    assert made["tiny_answers"] == [json.loads(line) for line in known]
+    known = json_lines(in_memory / "samples_tiny_answers.jsonl")
+    assert made["tiny_answers"] == known
 
 
 def test_a_key_opens_the_server_and_is_written_nowhere(
@@ -499,8 +489,7 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
             place / "base",
         )
         model = ModelFolder(
-            recipe.model.model_copy(update={"path": str(place / name)}),
-            place / name,
+            recipe.model.model_copy(update={"path": str(place / name)}), place / name
         )
         config = recipe.evaluation.model_copy(update={"server": server})
         reference = Reference(original, recipe.data)

@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -169,6 +170,9 @@ def _rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # the parent may have run alone before
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(os.path.join(folder, "store"), world_size)

@@ -5,7 +5,7 @@ errors in one line.
 import copy
 import importlib.util
 import inspect
-import json
+import math
 import re
 import subprocess
 import sys
@@ -38,7 +38,17 @@ from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import Hub, hub
-from tests.support import ROOT, Bench, arithmetic, edited_json, few, user_error
+from tests.support import (
+    ROOT,
+    Bench,
+    arithmetic,
+    edited_json,
+    few,
+    history,
+    json_lines,
+    same_tensors,
+    user_error,
+)
 
 __all__ = ["hub"]  # the fixture
 
@@ -100,11 +110,6 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    assert one.keys() == other.keys()
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def curve(trainer: Any, name: str = "kl") -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -115,8 +120,7 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(
 ) -> None:
     path = bench.recipe("recipe", objective={"name": "kl"} | own)
     assert main(["distill", str(path)]) == 0
-    with open(bench.rows) as lines:
-        rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
+    rows = datasets.Dataset.from_list(json_lines(bench.rows))
     settings = {
         "max_steps": 12, "max_length": 32, "batch_size_tokens": 128, "per_device_train_batch_size": 2, **own,
     }  # fmt: skip
@@ -128,28 +132,12 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(
     trainer.train()
     trainer.save_model()
     folder = bench.folder / "recipe" / "distill"
-    history = [
-        json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()
-    ]
-    assert curve(trainer) == [entry["kl"] for entry in history]
+    assert curve(trainer) == [entry["kl"] for entry in history(bench, "recipe")]
     left, right = (
         load_file(path / "model.safetensors")
         for path in (folder / "model", bench.folder / "python")
     )
-    assert same(left, right)
-
-
-def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_trained(
-    make: Callable[..., FCSDTrainer], original: Any
-) -> None:
-    other = make("given", teacher=copy.deepcopy(original))
-    other.train()
-    made = make("made")
-    made.train()
-    assert curve(made) == curve(other) and same(weights(made), weights(other))
-    teacher: Any = made.teacher
-    assert same(teacher.model.state_dict(), original.state_dict())
-    assert type(teacher.model) is type(original)
+    assert same_tensors(left, right)
 
 
 def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
@@ -174,7 +162,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
     trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
     teacher: Any = trainer.teacher
-    assert same(teacher.model.state_dict(), original.state_dict())
+    assert same_tensors(teacher.model.state_dict(), original.state_dict())
     make(model=str(tmp_path / "trained"), objective="sft")  # has no teacher
 
     calibrated = fcsd.convert(copy.deepcopy(original), "all")
@@ -184,39 +172,25 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
 
 
 def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused(
-    make: Callable[..., FCSDTrainer],
-    base_checkpoint: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    make: Callable[..., FCSDTrainer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """As in a recipe."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    text = "max_length 256: rows are longer than the 128 positions of"
-    for model in (None, str(base_checkpoint)):
-        capfd.readouterr()
-        make(max_length=128, **({"model": model, "layers": "all"} if model else {}))
-        assert "positions" not in capfd.readouterr().err
-        rows = [{"text": "1 + 1 is 2. " * 200}] * 4
-        make(
-            max_length=256,
-            train_dataset=rows,
-            **({"model": model, "layers": "all"} if model else {}),
-        )
-        assert (
-            f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
-        )
+    make(max_length=128)
+    assert "positions" not in capfd.readouterr().err
+    make(max_length=256, train_dataset=[{"text": "1 + 1 is 2. " * 200}] * 4)
+    text = "max_length 256: rows are longer than the 128 positions of FarSkipQwen2Moe"
+    assert text in capfd.readouterr().err
 
     table = GPT2LMHeadModel(
         GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     )
     table.save_pretrained(tmp_path / "table")
-    message = (
-        "max_length 32: rows are longer than the 16 positions of .*, which are a table"
-        " of that length"
-    )
     for teacher in (table, str(tmp_path / "table")):
         with user_error(
-            rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
+            "max_length 32: rows are longer than the 16 positions of .*, which are a"
+            r" table of that length \(transformer\.wpe\.weight\); set max_length to 16"
         ):
             make(teacher=teacher)
 
@@ -229,32 +203,6 @@ def test_a_regular_model_that_was_trained_is_an_original(
     )
     regular.train()
     make(model=fcsd.convert(regular.model, "all"))
-
-
-@pytest.mark.breadth
-def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
-    make: Callable[..., FCSDTrainer], tmp_path: Path
-) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    }  # fmt: skip
-    dense = LlamaForCausalLM(
-        LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
-    ).eval()
-    dense.save_pretrained(tmp_path / "dense")
-    heldout = datasets.Dataset.from_list(arithmetic(10))
-    trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
-    student = copy.deepcopy(trainer.model).double()
-    expected = reference_kl(
-        student, copy.deepcopy(dense).double(), trainer.eval_dataset
-    )
-    assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
-    trainer.train()
-    in_memory = make("given", teacher=dense, eval_dataset=heldout, packing=False)
-    in_memory.train()
-    assert curve(in_memory) == curve(trainer)
 
 
 def mean_over_tokens(
@@ -470,10 +418,10 @@ def test_a_training_continues_to_the_weights_of_one_that_was_not_interrupted(
     make("cut", callbacks=[StopAt(5)]).train()
     rest = make("cut")
     rest.train(resume_from_checkpoint=True)
-    assert same(weights(rest), weights(whole)) and curve(rest) == curve(whole)
+    assert same_tensors(weights(rest), weights(whole)) and curve(rest) == curve(whole)
     done = make("cut")
     done.train(resume_from_checkpoint=True)  # there is nothing left to do
-    assert same(weights(done), weights(whole)) and done.state.global_step == 6
+    assert same_tensors(weights(done), weights(whole)) and done.state.global_step == 6
 
 
 class Halving(TrainerCallback, ExportableState):
@@ -506,7 +454,7 @@ def test_callbacks_continue_with_the_state_that_they_had_in_the_checkpoint(
     order = [type(one) for one in rest.callback_handler.callbacks]
     folder = Path(str(whole.args.output_dir))
     rest.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert same(weights(rest), weights(whole))
+    assert same_tensors(weights(rest), weights(whole))
     # They are the caller's own objects, in the order in which they were given.
     assert [one.seen for one in given] == [6, 6]
     assert [type(one) for one in rest.callback_handler.callbacks] == order
@@ -548,7 +496,7 @@ def test_early_stopping_counts_on_from_the_checkpoint_and_ends_in_the_same_step(
         rest.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
         assert rest.state.global_step == patience + 1
         if patience == 3:
-            assert same(weights(rest), weights(whole))
+            assert same_tensors(weights(rest), weights(whole))
 
 
 def test_a_training_that_is_complete_is_left_with_its_best_weights(
@@ -569,7 +517,7 @@ def test_a_training_that_is_complete_is_left_with_its_best_weights(
     assert whole.state.best_global_step == 2
     done = trainer()
     done.train(resume_from_checkpoint=True)
-    assert same(weights(done), weights(whole))
+    assert same_tensors(weights(done), weights(whole))
 
 
 @pytest.mark.breadth
@@ -586,7 +534,7 @@ def test_workers_of_a_fork_server_read_the_rows_of_one_process(
         dataloader_multiprocessing_context="forkserver",
     )
     served.train()
-    assert same(weights(served), weights(alone))
+    assert same_tensors(weights(served), weights(alone))
 
 
 def test_training_again_in_the_same_folder_writes_its_own_checkpoints(
@@ -599,7 +547,7 @@ def test_training_again_in_the_same_folder_writes_its_own_checkpoints(
     rest.train(
         resume_from_checkpoint=str(Path(str(other.args.output_dir)) / "checkpoint-4")
     )
-    assert same(weights(rest), weights(other))
+    assert same_tensors(weights(rest), weights(other))
 
 
 def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
@@ -718,7 +666,7 @@ def test_a_stream_and_tokens_train_as_the_same_examples_in_memory(
     ]
     tokenised = make("tokens", train_dataset=datasets.Dataset.from_list(tokens))
     tokenised.train()
-    assert same(weights(text), weights(tokenised))
+    assert same_tensors(weights(text), weights(tokenised))
     stream = make(
         "stream", train_dataset=datasets.Dataset.from_list(rows).to_iterable_dataset()
     )
@@ -755,7 +703,9 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     trainer.train()
     before = weights(trainer)
     trainer.save_model(str(tmp_path / "left"))
-    assert same(weights(trainer), before) and model.config.farskip["layers"] == [1]
+    assert same_tensors(weights(trainer), before) and model.config.farskip[
+        "layers"
+    ] == [1]
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "left").iterdir()}
     # safetensors itself leaves 0600
     assert modes["model.safetensors"] == modes["config.json"]
@@ -810,18 +760,10 @@ def test_a_push_leaves_a_repository_that_loads(
     assert "- farskip" in card
     folder = hub.repos["me/tiny"].write(tmp_path / "fetched")
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert same(loaded.state_dict(), trainer.model.state_dict())
+    assert same_tensors(loaded.state_dict(), trainer.model.state_dict())
 
 
-def two_ranks(rank: int, folder: str, base: str) -> tuple[list[float], float]:
-    from accelerate.state import AcceleratorState
-
-    # the parent may have run alone before
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return trained(folder, base)
-
-
-def trained(folder: str, base: str) -> tuple[list[float], float]:
+def trained(rank: int, folder: str, base: str) -> tuple[list[float], float]:
     """Return the curve and the held-out KL of a training of 8 rows per step."""
     arguments = FCSDConfig(
         output_dir=folder, layers="all", max_steps=4, batch_size_tokens=256, per_device_train_batch_size=2,
@@ -841,14 +783,14 @@ def trained(folder: str, base: str) -> tuple[list[float], float]:
 def test_two_ranks_train_what_one_process_trains(
     base_checkpoint: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, kl = trained(str(tmp_path / "one"), str(base_checkpoint))
+    one, kl = trained(0, str(tmp_path / "one"), str(base_checkpoint))
     if engine == "fsdp2":
         from tests.parallel.test_engines import environment
 
         for name, value in environment(ROOT / "configs" / "cpu_2_fsdp2.yaml").items():
             monkeypatch.setenv(name, value)
     ranks = run_ranks(
-        two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240
+        trained, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240
     )
     for two, heldout in ranks:
         assert two == pytest.approx(one, rel=1e-3)
@@ -873,7 +815,9 @@ def test_two_ranks_train_what_one_process_trains(
         ({"train_dataset": arithmetic(40), "max_length": 2}, "not one of 40 examples has a response token"),
         ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
         ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
-        ({"temperature": -1.0}, "FCSDConfig: temperature: must be greater than 0, got -1.0"),
+        ({"temperature": 0.0}, "FCSDConfig: temperature: must be greater than 0, got 0.0"),
+        ({"temperature": math.inf}, "FCSDConfig: temperature: must be a finite number"),
+        ({"objective": "jsd", "jsd_beta": 1.0}, "FCSDConfig: jsd_beta: must be less than 1, got 1.0"),
         ({"learning_rate": 0.0}, "FCSDConfig: learning_rate: must be greater than 0, got 0"),
         ({"layers": "lasst:1"}, "layers: 'lasst:1' is not a selection; allowed: all, moe, none, first:N"),
         ({"layers": "first:1"}, "is already converted with layers \\[0, 1\\].*, but layers \\[0\\].* was requested"),
@@ -881,9 +825,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"safety": {"max_skipped": 1}}, "safety.max_skipped: unknown key; did you mean 'max_skipped_steps'"),
         ({"model_init_kwargs": {"dtipe": "bfloat16"}, "model": "BASE"}, "dtipe: unknown key; did you mean 'dtype'"),
         ({"max_steps": "ten"}, "FCSDConfig: max_steps: a number is needed, got 'ten'"),
-        ({"gradient_accumulation_steps": "x"}, "FCSDConfig: gradient_accumulation_steps: a number is needed, got"),
         ({"lr_scheduler_type": "x"}, "FCSDConfig: transformers refuses it: x is not a valid SchedulerType, please"),
-        ({"eval_strategy": "x"}, "FCSDConfig: transformers refuses it: x is not a valid IntervalStrategy, please"),
         ({"model_init_kwargs": 3}, "FCSDConfig: model_init_kwargs: an int; a dict is needed"),
         ({"model": None}, "model: None; a transformers model or the path of a checkpoint is needed"),
         ({"model": ""}, "'': is not a path; a checkpoint is a folder with"),
@@ -899,18 +841,15 @@ def test_two_ranks_train_what_one_process_trains(
         ({"optimizers": (None, torch.optim.lr_scheduler.ConstantLR(other_optimizer()))}, "a schedule alone steers"),
         ({"optim": "adamw_bnb_8bit"}, "^FCSDConfig: optim: You need to install `bitsandbytes`"),
         ({"eval_strategy": "epoch"}, "eval_dataset: is required, because eval_strategy or eval_on_start"),
-        ({"eval_on_start": True}, "eval_dataset: is required, because eval_strategy or eval_on_start"),
         ({"eval_dataset": {}}, "eval_dataset: a dict without data sets"),
         ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
         ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
         ({"train_dataset": [{"input_ids": [5, 999]}]}, "row 1: token id 999 at position 1 is.*set on_bad_row='skip'"),
         ({"train_dataset": [{"input_ids": [5] * 32, "position_ids": [*range(32)], "labels": [999] * 32}] * 8},
          "data set train_dataset, row 1: each label must be the token of its own position, or -100"),
-        ({"eval_dataset": ["a", "b"]}, "data set eval_dataset, row 1: a str; an example is a mapping"),
         ({"eval_dataset": {"one": "a"}}, "data set eval_dataset 'one': a str; a datasets.Dataset"),
         ({"eval_dataset": [{"input_ids": [5, 999]}]}, "eval_dataset, row 1: token id 999 at position 1 is not in"),
         ({"columns": "body"}, "columns: a str, 'body'; give a mapping from meanings to column names, for example"),
-        ({"model": object()}, "model: an object; a transformers model or the path of a checkpoint is needed"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(

@@ -4,11 +4,8 @@ in float64 and TRL's loss on the same samples, and a run on ranks or after a kil
 
 import copy
 import importlib.util
-import json
 import os
-import shutil
 import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from fcsd import FCSDConfig, FCSDTrainer
 from fcsd.base.artifact import read_manifest
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
@@ -51,7 +47,7 @@ from tests.support import (
     trained_weights,
     user_error,
 )
-from tests.training.test_trainer import LENGTH, Rows, make
+from tests.training.test_trainer import LENGTH, Rows, examples, make
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +77,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
 
     monkeypatch.setattr(OwnText, "write", noted)
     return rows
-
-
-def separate(rows: list[dict[str, np.ndarray]]) -> list[tuple[torch.Tensor, ...]]:
-    """Return ids and labels (1, T) of each example."""
-    return [
-        tuple(
-            torch.tensor(row[name][begin:end], dtype=torch.int64)[None]
-            for name in ("input_ids", "labels")
-        )
-        for row in rows
-        for begin, end in pairwise([*np.flatnonzero(row["position_ids"] == 0), LENGTH])
-    ]
 
 
 @pytest.mark.parametrize("objective", DIVERGENCES, ids=lambda by: by["name"])
@@ -125,7 +109,7 @@ def test_loss_and_gradients_are_those_of_full_logits_on_the_stored_samples(
     )
     train(*run)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for ids, labels in separate(written):
+    for ids, labels in examples(written):
         keep = labels[0, 1:] != -100
         own, theirs = (
             model(ids, use_cache=False).logits[0, :-1][keep]
@@ -174,7 +158,7 @@ def test_the_loss_on_own_text_is_that_of_trl_on_the_same_samples(
     student = copy.deepcopy(run.student)
     train(*run)
     total, count = 0.0, 0
-    for ids, labels in separate(written):
+    for ids, labels in examples(written):
         with torch.no_grad():
             own, theirs = (
                 model(ids, use_cache=False).logits[:, :-1]
@@ -241,7 +225,7 @@ def test_only_own_tokens_have_loss_and_prompts_are_those_of_the_data(
     rows = Rows(8)
     train(*make(tmp_path, teacher, {"own_text": 1.0}, rows=rows, max_steps=2))
     given = {
-        tuple(ids[0, :1].tolist()): (ids, labels) for ids, labels in separate(rows.rows)
+        tuple(ids[0, :1].tolist()): (ids, labels) for ids, labels in examples(rows.rows)
     }
     own = 0
     for row in written:
@@ -249,7 +233,7 @@ def test_only_own_tokens_have_loss_and_prompts_are_those_of_the_data(
             *(torch.tensor(row[name])[None] for name in ("labels", "position_ids"))
         )
         own += len(targets)
-        for ids, labels in separate([row]):
+        for ids, labels in examples([row]):
             has_loss = (labels[0] != -100).numpy()
             assert np.array_equal(labels[0][has_loss], ids[0][has_loss])
             if not has_loss.any():  # padding
@@ -399,30 +383,6 @@ def test_what_a_text_does_not_depend_on_may_change(
     assert "objective.own_text_tokens: 6 -> 4" in capsys.readouterr().err
 
 
-def test_a_script_continues_with_another_batch_of_texts(
-    bench: Bench, tmp_path: Path
-) -> None:
-    def trainer(**changes: Any) -> FCSDTrainer:
-        settings: dict[str, Any] = {
-            "own_text": 0.5, "own_text_tokens": 6, "max_length": 32, "batch_size_tokens": 128, "max_steps": 4,
-            "save_steps": 2, "warmup_steps": 0, "logging_steps": 1,
-        }  # fmt: skip
-        arguments = FCSDConfig(
-            output_dir=str(tmp_path / "script"), layers="all", disable_tqdm=True, **settings | changes
-        )  # fmt: skip
-        rows = [json.loads(line) for line in bench.rows.read_text().splitlines()]
-        return FCSDTrainer(model=str(bench.base), args=arguments, train_dataset=rows)
-
-    trainer().train()
-    # a run that was ended after its second step
-    shutil.rmtree(tmp_path / "script" / "checkpoint-4")
-    again = trainer(own_text_batch_size=1, own_text_sample_steps=1)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 4
-    with user_error("own_text_tokens"):
-        trainer(own_text_tokens=3).train(resume_from_checkpoint=True)
-
-
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
@@ -441,27 +401,14 @@ def test_engines_under_which_a_student_cannot_write_are_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"teacher": {"backend": "cache", "cache": "hidden"}},
-            "teacher.backend cache holds hidden states of the data's text, but"
-            " objective.own_text writes new text in every step; use sharded",
-        ),
+        ({"teacher": {"backend": "cache", "cache": "hidden"}}, "teacher.backend cache holds hidden states of the data's"
+         " text, but objective.own_text writes new text in every step; use sharded"),
         ({"objective": {"name": "sft", "own_text": 0.5}}, "objective.own_text"),
         ({"objective": {"name": "kl", "own_text": 1.5}}, "objective.own_text"),
-        (
-            {"objective": {"name": "kl", "own_text": 0}},
-            "objective: own_text: a share above 0 is needed; leave it out to train on the",
-        ),
-        (
-            {"objective": {"name": "kl", "own_text_tokens": 6}},
-            "objective: own_text_tokens has no effect without own_text, the share",
-        ),
-        (
-            {"objective": {"name": "jsd", "own_text_batch_size": 4}},
-            "objective: own_text_batch_size has no effect without own_text",
-        ),
+        ({"objective": {"name": "kl", "own_text": 0}}, "own_text: a share above 0 is needed; leave it out to train on"),
+        ({"objective": {"name": "kl", "own_text_tokens": 6}}, "own_text_tokens has no effect without own_text, the"),
     ],
-)
+)  # fmt: skip
 def test_a_recipe_that_cannot_score_own_text_is_refused(
     bench: Bench,
     capsys: pytest.CaptureFixture[str],

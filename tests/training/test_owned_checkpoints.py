@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
@@ -19,25 +18,19 @@ from fcsd.base.writing import write_json
 from fcsd.cli.main import main
 from fcsd.parallel.launch import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training import trainer as trainer_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, few, trained_weights, user_error
+from tests.support import (
+    Bench,
+    few,
+    interrupt_at,
+    same_tensors,
+    trained_weights,
+    user_error,
+)
 
 FOREIGN = "files.json is missing or damaged, or of another training"
-
-
-def interrupt_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Make trainings end like on Ctrl-C after so many steps."""
-    compute = trainer_module.DistillTrainer.compute_loss
-
-    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == step:
-            raise KeyboardInterrupt
-        return compute(self, *args, **kwargs)
-
-    patch.setattr(trainer_module.DistillTrainer, "compute_loss", ended)
 
 
 LORA = {"lora": {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}}
@@ -247,8 +240,7 @@ def test_a_script_does_not_continue_from_a_flipped_weight_that_no_record_names(
     again = script("run")
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-3: is damaged (files.json" in capsys.readouterr().err
-    for name, value in again.model.state_dict().items():
-        assert torch.equal(value, whole.model.state_dict()[name])
+    assert same_tensors(again.model.state_dict(), whole.model.state_dict())
 
 
 def test_a_script_continues_in_a_moved_folder_and_in_another_one_from_a_named_checkpoint(
@@ -266,8 +258,7 @@ def test_a_script_continues_in_a_moved_folder_and_in_another_one_from_a_named_ch
     ):
         again = script(name, save_total_limit=2, **best)
         again.train(resume_from_checkpoint=source)
-        for key, value in again.model.state_dict().items():
-            assert torch.equal(value, whole.model.state_dict()[key])
+        assert same_tensors(again.model.state_dict(), whole.model.state_dict())
 
 
 def test_damaged_best_weights_of_a_script_are_not_loaded_in_silence(

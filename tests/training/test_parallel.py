@@ -51,10 +51,6 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
     import contextlib
     import io
 
-    from accelerate.state import AcceleratorState
-
-    # the parent may have run alone before
-    AcceleratorState._reset_state(reset_partial_state=True)
     if spoil == "scorer":
         import fcsd.evaluation.backend
 
@@ -115,12 +111,8 @@ def test_an_error_that_all_ranks_learn_of_is_printed_by_one(
 
 
 def threads_of_a_rank(rank: int) -> tuple[int, int]:
-    from accelerate.state import AcceleratorState
-
     from fcsd.parallel.launch import join_launch
 
-    # the parent may have run alone before
-    AcceleratorState._reset_state(reset_partial_state=True)
     return join_launch().ranks.size, torch.get_num_threads()
 
 

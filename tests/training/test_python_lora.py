@@ -2,7 +2,6 @@
 merged.
 """
 
-import json
 from typing import Any
 
 import datasets
@@ -15,7 +14,7 @@ from fcsd.api.trainer import FCSDTrainer
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.training.fcsd_config import FCSDConfig
-from tests.support import Bench, user_error
+from tests.support import Bench, history, json_lines, same_tensors, user_error
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fcsd[lora]'")
 # peft 0.21 reads a property that transformers 5.23 deprecates
@@ -28,8 +27,7 @@ LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o
 def trainer_of(
     bench: Bench, folder: str, model: Any = None, **changes: Any
 ) -> FCSDTrainer:
-    with open(bench.rows) as lines:
-        rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
+    rows = datasets.Dataset.from_list(json_lines(bench.rows))
     settings: dict[str, Any] = {
         "layers": "all", "max_steps": 12, "max_length": 32, "batch_size_tokens": 128,
         "per_device_train_batch_size": 2, "learning_rate": 1e-3, "warmup_steps": 2, "seed": 0, "logging_steps": 1,
@@ -55,7 +53,6 @@ def test_it_trains_the_adapters_that_a_recipe_trains_to_the_last_bit(
     path = bench.recipe("recipe", lora=LORA, teacher={"backend": "adapter_off"})
     assert main(["distill", str(path)]) == 0
     left = bench.folder / "recipe" / "distill"
-    lines = (left / "history.jsonl").read_text().splitlines()
     trainer = trainer_of(bench, "python")
     before = {
         name: value.clone()
@@ -63,7 +60,7 @@ def test_it_trains_the_adapters_that_a_recipe_trains_to_the_last_bit(
         if ".lora_" not in name
     }
     trainer.train()
-    assert curve(trainer.state.log_history) == curve([*map(json.loads, lines)])
+    assert curve(trainer.state.log_history) == curve(history(bench, "recipe"))
     for name, value in before.items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
     trainer.save_model()
@@ -72,10 +69,7 @@ def test_it_trains_the_adapters_that_a_recipe_trains_to_the_last_bit(
         expected = load_file(
             left / name if name.startswith("adapter") else left / "model" / name
         )
-        found = load_file(saved / name)
-        assert found.keys() == expected.keys()
-        for tensor, value in expected.items():
-            assert torch.equal(found[tensor], value), tensor
+        assert same_tensors(load_file(saved / name), expected), name
     # Saving has merged a copy: the training may go on, and evaluate.
     AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
     assert any(".lora_" in name for name in trainer.model.state_dict())
@@ -92,8 +86,7 @@ def test_adapters_continue_from_a_checkpoint_to_the_same_weights_on_the_same_mod
     rest = trainer_of(bench, "rest", model(), layers=None)
     checkpoint = str(bench.folder / "whole" / "checkpoint-4")
     rest.train(resume_from_checkpoint=checkpoint)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(rest.model.state_dict()[name], value), name
+    assert same_tensors(rest.model.state_dict(), whole.model.state_dict())
     # The weights under the adapters are in no checkpoint.
     other = model()
     with torch.no_grad():

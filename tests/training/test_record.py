@@ -24,7 +24,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.record import RECORD_FILE
 from tests.reference.tiny import tiny_model
-from tests.support import few, user_error
+from tests.support import few, same_tensors, user_error
 
 SETTINGS: dict[str, Any] = {
     "objective": "ce", "layers": "all", "max_length": 16, "max_steps": 3, "save_steps": 2, "learning_rate": 1e-3,
@@ -78,9 +78,6 @@ def first(
     ("changes", "message"),
     [
         ({"learning_rate": 2e-3}, r"learning_rate: 0\.001 -> 0\.002"),
-        ({"weight_decay": 0.1}, r"weight_decay: 0\.0 -> 0\.1"),
-        ({"lr_scheduler_type": "linear"}, 'lr_scheduler_type: "cosine" -> "linear"'),
-        ({"warmup_steps": 1}, "warmup_steps: 0 -> 1"),
         ({"max_steps": 2}, "max_steps: 3 -> 2"),
         ({"max_steps": 5, "seed": 7}, "max_steps: 3 -> 5; seed: 42 -> 7"),
         (
@@ -91,13 +88,11 @@ def first(
         ({"seed": 7}, "seed: 42 -> 7"),
         ({"objective": "sft"}, 'objective: "ce" -> "sft"'),
         ({"optim": "sgd"}, 'optim: "adamw_torch_fused" -> "sgd"'),
-        ({"ema_decay": 0.9}, r"ema_decay: null -> 0\.9"),
         ({"dtype": "bfloat16"}, 'dtype: "float32" -> "bfloat16"'),
         ({"layers": "none"}, r"connectivity\.layers: \[0\] -> \[\]"),
         ({"packing": False}, "packing: true -> false"),
         ({"gradient_accumulation_steps": 1}, "batch_size_tokens: 64 -> 32"),
         ({"balance_loss_coefficient": 0.1}, r"balance_loss_coefficient: null -> 0\.1"),
-        ({"train_dataset": texts(41)}, "train_dataset: other content"),
         ({"train_dataset": texts(40, "0 + 1 is not 2")}, "train_dataset: other content"),
         ({"train_dataset": texts(40)[::-1]}, "train_dataset: other content"),
         ({"data_seed": 7}, "data_seed: null -> 7; train_dataset: other content"),
@@ -114,10 +109,7 @@ def test_another_setting_or_other_data_are_refused_with_what_they_were(
     ) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert "\n" not in str(caught.value)
-    assert all(
-        torch.equal(value, before[name])
-        for name, value in trainer.model.state_dict().items()
-    )
+    assert same_tensors(trainer.model.state_dict(), before)
 
 
 def test_an_argument_that_is_set_on_a_trainer_counts_as_one_that_is_given(
@@ -225,8 +217,7 @@ def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_begin
     continued = on_day(25, tmp_path / "run", 2)
     assert first_words(continued) == "24"
     continued.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    for name, value in continued.model.state_dict().items():
-        assert torch.equal(value, begun.model.state_dict()[name])
+    assert same_tensors(continued.model.state_dict(), begun.model.state_dict())
     # The date of a damaged checkpoint is not used.
     file = tmp_path / "run" / "checkpoint-2" / RECORD_FILE
     write_json(file, record | {"template_date": "2026-11-21T00:00:00"})

@@ -26,9 +26,15 @@ from fcsd.data.rows import EpochRows
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, command_words, few, trained_weights, user_error
+from tests.support import (
+    Bench,
+    command_words,
+    few,
+    interrupt_at,
+    trained_weights,
+    user_error,
+)
 from tests.training.test_resume import curve, on_two_ranks
 
 TOKENIZER = tiny_tokenizer(300)
@@ -225,15 +231,8 @@ def test_a_training_that_continues_in_its_second_epoch_reads_the_same_rows(
     whole = trained(data, **settings)
     in_one_go = [*read]
     assert len(in_one_go) == (0 if workers else 24)
-    compute, read[:] = DistillTrainer.compute_loss, []
-
-    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            raise KeyboardInterrupt
-        return compute(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(DistillTrainer, "compute_loss", ended)
+        interrupt_at(3, patch)
         with pytest.raises(KeyboardInterrupt):
             trained(data, "other", **settings)
     read[:] = []

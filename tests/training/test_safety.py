@@ -26,7 +26,7 @@ from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.signals import Signals
 from fcsd.training.sweep import read_history
 from fcsd.training.trainer import DistillTrainer
-from tests.support import few, user_error
+from tests.support import few, json_lines, same_tensors, user_error
 from tests.training.test_trainer import Rows, make, teacher
 
 __all__ = ["teacher"]  # the fixture
@@ -98,16 +98,11 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(one: Path, other: Path) -> bool:
-    a, b = final(one), final(other)
-    return a.keys() == b.keys() and all(
-        torch.equal(value, b[name]) for name, value in a.items()
-    )
+    return same_tensors(final(one), final(other))
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()
-    ]
+    return json_lines(folder / "events.jsonl")
 
 
 # ---- skipped steps

@@ -104,7 +104,11 @@ def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(
     assert result["loss"] == pytest.approx(1.75)
     # (128, 1e-3) serves both stages
     assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]
-    assert "| learning_rate | 128 | 0.002 | 1.75000 | chosen |" in table(tmp_path)
+    text = table(tmp_path)
+    assert "| learning_rate | 128 | 0.002 | 1.75000 | chosen |" in text
+    # The best of the first stage is not called chosen at another rate.
+    assert "| batch_size_tokens | 128 | 0.001 | 2.00000 | best batch size |" in text
+    assert text.count("| chosen |") == 1
 
 
 def test_rates_that_differ_in_their_eighth_digit_are_two_candidates(
@@ -138,15 +142,6 @@ def test_a_rate_of_the_first_stage_that_is_better_than_all_of_the_second_is_chos
     assert any("learning rate" in line for line in edges(result)) == (min(rates) > 1e-3)
 
 
-def test_the_best_batch_size_of_the_first_stage_is_not_called_chosen_at_another_rate(
-    tmp_path: Path,
-) -> None:
-    swept(recipe(), tmp_path, Runner())
-    text = table(tmp_path)
-    assert "| batch_size_tokens | 128 | 0.001 | 2.00000 | best batch size |" in text
-    assert text.count("| chosen |") == 1
-
-
 @pytest.mark.parametrize(
     "damage", ['{"step": 3, "lo', "[1]", '{"loss": 1.0}', "[" * 5000]
 )
@@ -162,17 +157,6 @@ def test_a_history_that_was_cut_is_named_with_its_line(
     path.unlink()
     with user_error(r"history\.jsonl: no such file; remove"):
         read_history(tmp_path)
-
-
-def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
-    swept(recipe(), tmp_path, Runner())
-    ready = load_recipe(tmp_path / "recipe.yaml")
-    assert (ready.train.batch_size_tokens, ready.train.learning_rate, ready.sweep) == (
-        128,
-        2e-3,
-        None,
-    )
-    assert ready.train.max_steps == 10
 
 
 def test_it_continues_where_it_was_cut_off(tmp_path: Path) -> None:
@@ -270,6 +254,7 @@ def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(
     ready = load_recipe(tmp_path / "recipe.yaml")
     # 10,000 / 128, rounded up
     assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)
+    assert ready.train.learning_rate == 2e-3 and ready.sweep is None
     # without the key, as in the recipe
     assert with_choice(recipe(), result).train.max_steps == 10
 

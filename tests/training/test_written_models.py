@@ -12,7 +12,7 @@ from fcsd.cli.main import main
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, make_bench, run_command, write_as
+from tests.support import Bench, make_bench, run_command, tensors_of, write_as
 
 
 def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(
@@ -62,22 +62,13 @@ def same_mtp(folder: Path, base: Path) -> bool:
     everything else.
     """
     config = json.loads((folder / "config.json").read_text())
-    tensors = {
-        name: value
-        for file in folder.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
+    tensors = tensors_of(folder)
     before = load_file(base / "model.safetensors")
     (name,) = (name for name in before if ".61." in name)
-    same = (
-        torch.equal(tensors[name], before[name])
-        and tensors[name].dtype == torch.bfloat16
-    )
-    return (
-        same
-        and config["num_nextn_predict_layers"] == 1
-        and tensors.keys() == before.keys()
-    )
+    is_same = torch.equal(tensors[name], before[name])
+    is_same &= tensors[name].dtype == torch.bfloat16
+    is_same &= config["num_nextn_predict_layers"] == 1
+    return is_same and tensors.keys() == before.keys()
 
 
 def test_a_recipe_keeps_mtp_layers_in_every_stage(with_mtp: Bench) -> None:

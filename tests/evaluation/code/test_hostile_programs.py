@@ -656,8 +656,7 @@ def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew()
         killer = threading.Timer(0.5, lambda: os.kill(max(pids), signal.SIGKILL))
         killer.start()
         with pytest.raises(
-            ScorerError,
-            match=r"sandbox server has ended.*did not grade the programs",
+            ScorerError, match=r"sandbox server has ended.*did not grade the programs"
         ):
             scorer.score([PROBLEM], {"p": "import time\ntime.sleep(15)"})
         killer.join()

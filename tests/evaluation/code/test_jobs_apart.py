@@ -230,9 +230,7 @@ KINDS = {
 }  # fmt: skip
 ROWS = [
     pytest.param(
-        body,
-        id=f"{kind}: {name}",
-        marks=[] if number < 2 else [pytest.mark.breadth],
+        body, id=f"{kind}: {name}", marks=[] if number < 2 else [pytest.mark.breadth]
     )
     for kind, bodies in KINDS.items()
     for number, (name, body) in enumerate(bodies.items())
@@ -295,10 +293,7 @@ def opened(configuration: str, **options: Any) -> CodeScorer:
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=few(CONFIGURATIONS, 1),
-)
+@pytest.fixture(scope="module", params=few(CONFIGURATIONS, 1))
 def scorer(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
     with opened(request.param) as s:
         yield s

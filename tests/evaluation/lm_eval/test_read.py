@@ -26,7 +26,7 @@ from tests.evaluation.test_runner import (
     plain_lm_eval,
     write_rows,
 )
-from tests.support import documented_keys
+from tests.support import documented_keys, json_lines
 
 __all__ = ["model", "place"]  # fixtures
 
@@ -46,10 +46,7 @@ def folders(
     from lm_eval.tasks import TaskManager
 
     folder = tmp_path_factory.mktemp("both")
-    rows = [
-        json.loads(line)
-        for line in (place / "data/o/choice/test.jsonl").read_text().splitlines()
-    ]
+    rows = json_lines(place / "data/o/choice/test.jsonl")
     write_rows(place / "data/o/uneven", rows, "test", "train")
     short = place / "data/o/uneven/train.jsonl"
     short.write_text("".join(short.read_text().splitlines(keepends=True)[:5]))
@@ -121,10 +118,7 @@ def test_results_of_lm_eval_and_of_fcsd_are_compared_item_by_item(
     ] * 3
     assert {
         name: row["num_items"] for name, row in rows["t_uneven"]["members"].items()
-    } == {
-        "t_long": 12,
-        "t_short": 5,
-    }
+    } == {"t_long": 12, "t_short": 5}
     one, other = (each["samples"]["t_choice"] for each in evaluated.values())
     for key in ("prompt", "choices", "target"):
         assert [sample[key] for sample in one] == [sample[key] for sample in other]
@@ -180,12 +174,7 @@ def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(
         ("t_short", "acc"),
     ):
         ours, other = (
-            [
-                json.loads(line)
-                for line in (
-                    next(place.glob(f"samples_{task}_*")).read_text().splitlines()
-                )
-            ]
+            json_lines(next(place.glob(f"samples_{task}_*")))
             for place in (mine / "lm_eval" / "mine", theirs / "x")
         )
         assert len(ours) == len(other)

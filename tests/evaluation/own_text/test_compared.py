@@ -23,7 +23,7 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import edited_json, few, user_error, write_rows
+from tests.support import edited_json, few, json_lines, user_error, write_rows
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
@@ -457,10 +457,10 @@ def test_a_result_of_own_text_whose_samples_lack_a_figure_is_damaged(
     shutil.copytree(place / "results/last", folder)
     (folder / "manifest.json").unlink()
     file = folder / "samples_own_texts.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = json_lines(file)
     for key in ("forward_kl", "by_length", "tokens", "greedy_longest"):
         damaged = [{k: v for k, v in line.items() if k != key} for line in lines]
-        file.write_text("".join(json.dumps(line) + "\n" for line in damaged))
+        write_rows(file, damaged)
         with user_error("not a sample"):
             read_result(folder)
 

@@ -51,7 +51,7 @@ from tests.examples import pack
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import change_json, few, user_error
+from tests.support import change_json, few, same_tensors, tensors_of, user_error
 
 CPU = Launch(torch.device("cpu"), Engine("one"))
 ALL = Connectivity("all")
@@ -342,16 +342,6 @@ def run_folder(
     )
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return {
-        name: value
-        for file in folder.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
-
-
 def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_resumed_it_is_the_same(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +350,7 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     assert whole["tokens"] == 24 * 32
     assert [result["layer"] for result in whole["layers"]] == [1, 3]
     model = tmp_path / "whole" / "model"
-    old, new = tensors(base), tensors(model)
+    old, new = tensors_of(base), tensors_of(model)
     assert old.keys() == new.keys()
     assert {value.dtype for value in new.values()} == {torch.bfloat16}
     changed = {name for name in old if not torch.equal(old[name], new[name])}
@@ -399,11 +389,8 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
         )
         resumed = run_folder(base, work, ids)
         assert resumed["layers"] == whole["layers"]
-        assert all(
-            torch.equal(value, new[name])
-            for name, value in tensors(work / "model").items()
-        )
-    assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
+        assert same_tensors(tensors_of(work / "model"), new)
+    assert same_tensors(tensors_of(base), old)
 
 
 @pytest.mark.parametrize(
@@ -451,12 +438,9 @@ def test_slow_saves_are_spaced_out_and_a_killed_calibration_solves_from_the_last
     saved.clear()
     run_folder(base, tmp_path / "slow", ids)
     assert saved == expected
+    expected_tensors = tensors_of(tmp_path / "whole" / "model")
     for name in ("killed", "slow"):
-        new = tensors(tmp_path / name / "model")
-        assert all(
-            torch.equal(value, new[key])
-            for key, value in tensors(tmp_path / "whole" / "model").items()
-        )
+        assert same_tensors(tensors_of(tmp_path / name / "model"), expected_tensors)
 
 
 def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_process(
@@ -485,7 +469,7 @@ def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_proce
         (tmp_path / name).mkdir()
     run_folder(base, tmp_path / "one" / "out", ids)
     assert run_ranks(rank, 2) == [True, True]
-    one, two = (tensors(tmp_path / name / "out") for name in ("one", "two"))
+    one, two = (tensors_of(tmp_path / name / "out") for name in ("one", "two"))
     assert all(
         torch.allclose(one[name].float(), two[name].float(), rtol=2**-7, atol=1e-5)
         for name in one
@@ -706,11 +690,7 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
     run_folder(base, tmp_path / "out", ids)
     assert "fcsd calibrates it again from the first layer" in capsys.readouterr().err
     whole = tmp_path / "whole" / "model"
-    assert tensors(work / "model").keys() == tensors(whole).keys()
-    assert all(
-        torch.equal(value, tensors(whole)[name])
-        for name, value in tensors(work / "model").items()
-    )
+    assert same_tensors(tensors_of(work / "model"), tensors_of(whole))
     assert (work / "model" / "config.json").read_text() == (
         whole / "config.json"
     ).read_text()
@@ -770,7 +750,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     # works in the folder.
     assert run_ranks(rank, 2) == [[2], []]
     one, two, old = (
-        tensors(folder)
+        tensors_of(folder)
         for folder in (tmp_path / "one" / "model", tmp_path / "two" / "model", base)
     )
     distances = [
@@ -917,13 +897,13 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     run = tmp_path / "run"
     # shared by the variant of its settings
     assert [path.name for path in (run / "calibrate").iterdir()] == ["fcsd"]
-    calibrated, original = tensors(run / "calibrate" / "fcsd" / "model"), tensors(base)
+    calibrated, original = (
+        tensors_of(run / "calibrate" / "fcsd" / "model"),
+        tensors_of(base),
+    )
     assert any(not torch.equal(calibrated[name], original[name]) for name in original)
-    for folder, start in (
-        ("distill", calibrated),
-        ("variants/copied", original),
-    ):
-        weights = tensors(run / folder / "model")
+    for folder, start in (("distill", calibrated), ("variants/copied", original)):
+        weights = tensors_of(run / folder / "model")
         assert (
             max(
                 float((value - start[name]).abs().max())
@@ -949,9 +929,8 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         ),
     ):
         folder = run / "variants" / name
-        weights = tensors(folder / "model")
-        assert weights.keys() == start.keys()
-        assert all(torch.equal(weights[key], start[key]) for key in weights)
+        weights = tensors_of(folder / "model")
+        assert same_tensors(weights, start)
         assert json.loads((folder / "manifest.json").read_text())["results"] == results
         assert fcsd.load(folder / "model")[0].config.farskip["layers"] == [1, 3]
         push(folder / "model", "me/model", dry_run=tmp_path / "push" / name)

@@ -21,7 +21,7 @@ from fcsd.training.calibration.solve import LeastSquares
 from fcsd.training.calibration.steps import Steps, Stream
 from tests.reference.tiny import tiny_model
 from tests.reference.trace import trace_layer
-from tests.support import few, user_error
+from tests.support import few, same_tensors, user_error
 
 TOKENS = 24
 
@@ -199,10 +199,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(
             (g.writers, "writes") for g in adds
         ]:
             fold_map(layer, places, identity, side)
-        assert all(
-            torch.equal(value, before[name])
-            for name, value in layer.state_dict().items()
-        )
+        assert same_tensors(layer.state_dict(), before)
 
         hooks = around(
             layer,
@@ -309,10 +306,7 @@ def check_experts(
     for number in range(num_experts):
         fold_map(layer, experts.readers, identity, "reads", number)
         fold_map(layer, experts.writers, identity, "writes", number)
-        assert all(
-            torch.equal(value, before[name])
-            for name, value in layer.state_dict().items()
-        )
+        assert same_tensors(layer.state_dict(), before)
         reads, adds = near(), near()
         hidden = call.hidden @ reads
         args = tuple(hidden if value is call.hidden else value for value in call.args)

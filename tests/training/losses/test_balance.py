@@ -23,10 +23,16 @@ from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.losses.balance import Balance
 from fcsd.training.meters import Meters
-from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
 from tests.reference.tiny import gradients_of, tiny_model
-from tests.support import few, make_bench, trained_weights, user_error
+from tests.support import (
+    few,
+    interrupt_at,
+    make_bench,
+    same_tensors,
+    trained_weights,
+    user_error,
+)
 
 ALONE = SimpleNamespace(num_processes=1, reduce=lambda values, _: values)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
@@ -134,9 +140,7 @@ def test_loss_and_gradient_are_those_of_the_sums(
                 sides.append(
                     float(
                         again.share(
-                            run(model, batch(), again),
-                            batch(),
-                            Meters(ALONE, "ce"),
+                            run(model, batch(), again), batch(), Meters(ALONE, "ce")
                         )
                     )
                 )
@@ -167,9 +171,7 @@ def test_the_gradient_of_the_balance_is_the_same_with_activation_checkpointing(
     plain = gradients()
     model.activation_checkpointing_enable({"use_reentrant": False})
     checkpointed = gradients()
-    assert plain and checkpointed.keys() == plain.keys()
-    for name, gradient in plain.items():
-        assert torch.equal(checkpointed[name], gradient), name
+    assert plain and same_tensors(checkpointed, plain)
 
 
 def test_the_loss_over_sequences_does_not_depend_on_how_a_batch_is_cut() -> None:
@@ -350,17 +352,11 @@ def test_a_training_that_continues_at_the_end_of_an_epoch_ends_as_one_that_was_n
     whole.train()
     rest, _ = biased_trainer(tmp_path / "rest", 4, max_steps=8, save_strategy="no")
     rest.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    left, right = (trainer.model.state_dict() for trainer in (whole, rest))
-    assert all(torch.equal(value, right[name]) for name, value in left.items())
+    assert same_tensors(whole.model.state_dict(), rest.model.state_dict())
 
 
 def test_a_step_that_is_skipped_moves_no_bias(tmp_path: Path) -> None:
-    trainer, watch = biased_trainer(
-        tmp_path,
-        3,
-        max_steps=6,
-        save_steps=1,
-    )
+    trainer, watch = biased_trainer(tmp_path, 3, max_steps=6, save_steps=1)
     compute, calls = trainer.compute_loss, iter(range(100))
 
     def lost(*args: Any, **kwargs: Any) -> Any:
@@ -388,16 +384,9 @@ def test_a_run_that_was_ended_continues_with_its_biases(
         "save_steps": 2, "balance_bias_rate": 0.05,
     }  # fmt: skip
     ended, whole = (str(bench.recipe(name, train=train)) for name in ("ended", "whole"))
-    compute = DistillTrainer.compute_loss
-
-    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            raise KeyboardInterrupt
-        return compute(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistillTrainer, "compute_loss", interrupted)
-    assert main(["distill", ended]) == 130
-    monkeypatch.setattr(DistillTrainer, "compute_loss", compute)
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        assert main(["distill", ended]) == 130
     assert main(["distill", ended]) == main(["distill", whole]) == 0
     assert trained_weights(bench, "ended") == trained_weights(bench, "whole")
     stopping = bench.recipe("stops", train=train, early_stopping=bench.choice)

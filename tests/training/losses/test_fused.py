@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import math
 import os
 import subprocess
 import sys
@@ -147,6 +146,10 @@ def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(name):
     grads = torch.autograd.grad(loss, leaves)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
     assert all((g == 0).all() for g in grads)
+    if (objective := objective_of(name)).has_teacher:
+        options = {"divergence": objective, "statistics": True}
+        _, statistics = fused_divergence(h, w, th, tw, **options)
+        assert [rows.shape for rows in statistics] == [(0,)] * 3
 
 
 @pytest.mark.parametrize("frozen", ["head", "hidden"])
@@ -223,14 +226,15 @@ def test_float32_inputs_inside_autocast_are_not_rounded():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
-    h, w, th, tw, *_ = inputs()
-    h[3, 2] = bad
-    assert not torch.isfinite(fused_kl(h, w, th, tw))
-    labels = torch.zeros(N, dtype=torch.long)
-    for name in LABEL_NAMES:
-        loss = fused_label_loss(h, w, labels, objective=objective_of(name))
-        assert not torch.isfinite(loss)
+def test_a_non_finite_hidden_state_shows_in_gradient_and_loss(bad):
+    for name in MEASURES:
+        h, w, th, tw, *_ = inputs()
+        h[3, 2] = bad
+        target = torch.zeros(N, dtype=torch.long), th, tw, None
+        loss = fused_measure(name, h.requires_grad_(), w, target)
+        loss.backward()
+        assert not torch.isfinite(h.grad).all(), name
+        assert not torch.isfinite(loss), name
     h, w, th, tw, *_ = inputs()
     th[3, 2] = bad
     assert not torch.isfinite(fused_kl(h, w, th, tw))
@@ -245,12 +249,6 @@ def rounding_of(*logits):
     )
 
 
-def test_different_vocabularies_are_refused_with_both_sizes():
-    h, w, th, tw, *_ = inputs()
-    with user_error(r"differ in vocabulary size \(52 and 53\)"):
-        fused_kl(h, w, th, tw[:-1])
-
-
 def test_shapes_that_do_not_fit_are_refused():
     h, w, th, tw, b, _ = inputs()
     with user_error("teacher: hidden states"):
@@ -261,6 +259,10 @@ def test_shapes_that_do_not_fit_are_refused():
         fused_kl(h, w, th, tw, bias=b[:-1])
     with user_error("labels of shape"):
         fused_cross_entropy(h, w, torch.zeros(N - 1, dtype=torch.long))
+    with user_error(r"differ in vocabulary size \(52 and 53\)"):
+        fused_kl(h, w, th, tw[:-1])
+    with user_error(r"teacher: a vocabulary of 53 for a head of 50 rows"):
+        fused_kl(h, w, th, tw[:50], vocab_size=V)
 
 
 def test_a_retained_graph_cannot_be_scaled_twice():
@@ -285,7 +287,7 @@ CASES |= {
 
 
 @pytest.mark.parametrize("statistics", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("divergence", CASES)
 def test_divergences_and_their_gradients_equal_float64_autograd(
@@ -613,18 +615,6 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
     )
 
 
-@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
-def test_equal_students_have_no_divergence_and_no_gradient(name):
-    h, w, *_ = inputs()
-    h = h.requires_grad_()
-    loss, statistics = fused_divergence(
-        h, w, h, w, divergence=objective_of(name), statistics=True
-    )
-    loss.backward()
-    assert abs(loss.item()) < 1e-6 and h.grad.abs().max() < 1e-6
-    assert statistics.top1_agreement.all()
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_a_student_that_prefers_no_token_agrees_with_nobody(name, chunk_tokens):
@@ -661,50 +651,6 @@ def test_logits_that_rounding_makes_equally_probable_are_different():
     assert (rounded[:, 1] == rounded[:, 2]).all()
     assert (teacher[:, 1] < teacher[:, 2]).all()
     assert statistics.top1_agreement.all()
-
-
-@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
-def test_no_tokens_give_zero_and_empty_statistics(name):
-    h, w, th, tw, b, _ = inputs(n=0)
-    leaves = [x.requires_grad_() for x in (h, w, b)]
-    loss, statistics = fused_divergence(
-        h, w, th, tw, bias=b, divergence=objective_of(name), statistics=True
-    )
-    assert loss.item() == 0.0
-    assert all((g == 0).all() for g in torch.autograd.grad(loss, leaves))
-    assert [rows.shape for rows in statistics] == [(0,)] * 3
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
-def test_a_non_finite_hidden_state_is_not_hidden(name, bad):
-    h, w, th, tw, *_ = inputs()
-    h[3, 2] = bad
-    loss, _ = fused_divergence(
-        h.requires_grad_(), w, th, tw, divergence=objective_of(name)
-    )
-    loss.backward()
-    assert not torch.isfinite(h.grad).all()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": "tvd"}, "name: Input should be 'kl', 'reverse_kl', .*, got 'tvd'"),
-        ({"temperature": 0.0}, "temperature: Input should be greater than 0, got 0.0"),
-        ({"temperature": math.inf}, "temperature: Input should be a finite number"),
-        ({"name": "jsd", "jsd_beta": 1.0}, "jsd_beta: Input should be less than 1, got 1.0"),
-    ],
-)  # fmt: skip
-def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
-    with user_error(message):
-        objective_of(**fields)
-
-
-def test_a_vocabulary_larger_than_a_head_is_refused():
-    h, w, th, tw, *_ = inputs()
-    with user_error(r"teacher: a vocabulary of 53 for a head of 50 rows"):
-        fused_kl(h, w, th, tw[:50], vocab_size=V)
 
 
 @pytest.mark.parametrize("name", few(DIVERGENCE_NAMES, 1))

@@ -46,8 +46,8 @@ from tests.reference.tiny import gradients_of, tiny_model
 from tests.support import (
     Bench,
     assert_killed,
+    history,
     killed_after,
-    run_command,
     run_of,
     trained_weights,
 )
@@ -84,8 +84,7 @@ def filled(
 
 
 def losses(bench: Bench, name: str) -> list[float]:
-    lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [entry["loss"] for entry in history(bench, name)]
 
 
 def error_of(command: list[str], capfd: pytest.CaptureFixture[str]) -> str:
@@ -215,28 +214,10 @@ def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
     assert (bench.folder / "r" / "variants" / "half" / "model").is_dir()
 
 
-def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(
-    bench: Bench,
-) -> None:
-    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
-    path = cached(bench, data=data)
-    assert (
-        run_command("run", path, "--only cache-teacher --set train.max_steps=17") == 0
-    )
-    # 17 steps of 4 rows are more than the stream's 60 rows, whose second epoch has the
-    # same rows in another order
-    assert read_json(bench.folder / "cache" / "cache.json")["rows"] >= 60
-    assert main(["distill", str(path)]) == 0
-
-
 # ---- processes, and what ends them
 
 
 def of_a_rank(rank: int, *commands: list[str]) -> list[int]:
-    from accelerate.state import AcceleratorState
-
-    # the parent may have run alone before
-    AcceleratorState._reset_state(reset_partial_state=True)
     # it has a worker that reads ahead
     multiprocessing.process.current_process()._config["daemon"] = False
     return [main(command) for command in commands]
@@ -247,10 +228,7 @@ def test_two_ranks_fill_one_cache_and_train_on_it_as_one_does(bench: Bench) -> N
     path = str(cached(bench))
     assert run_ranks(
         of_a_rank, 2, ["run", path, "--only", "cache-teacher"], ["distill", path]
-    ) == [
-        [0, 0],
-        [0, 0],
-    ]
+    ) == [[0, 0], [0, 0]]
     manifest = read_json(bench.folder / "cache" / "cache.json")
     assert manifest["rows"] == 60 and len(manifest["shards"]) == 2
     assert main(["distill", str(live(bench))]) == 0

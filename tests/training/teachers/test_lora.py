@@ -236,10 +236,6 @@ def test_a_killed_lora_run_continues_to_the_same_weights_from_checkpoints_of_ada
 
 
 def of_a_rank(rank: int, command: list[str]) -> int:
-    from accelerate.state import AcceleratorState
-
-    # the parent may have run alone before
-    AcceleratorState._reset_state(reset_partial_state=True)
     return main(command)
 
 
