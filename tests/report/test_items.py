@@ -176,6 +176,8 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
 ) -> None:
     browser.open(page.as_uri())
     assert browser.wait(f"{SHOWN}.length && {SHOWN}") == ["lost", "gained"]
+    facts = browser.value("document.getElementById('facts').textContent")
+    assert "pass@1, 0-shot, 4 items" in facts
     boxes = browser.value(
         "[...document.querySelectorAll('article.lost .answer')].map((e) =>"
         " [e.className, e.getBoundingClientRect().x])"
@@ -192,12 +194,14 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
             browser.value("new URLSearchParams(location.hash.slice(1)).get('kind')")
             == kind
         )
+    count = "document.getElementById('count').textContent"
+    choose(browser, "text", "nowhere")
+    browser.wait(f"{count} === '0 of 4 items, page 1 of 1'")
+    choose(browser, "text", "")
     browser.value("document.getElementById('text').focus()")
     browser.type("SAYS 3")
     browser.wait(f"{SHOWN}.join() === 'never'")
-    assert "1 of 4 items" in browser.value(
-        "document.getElementById('count').textContent"
-    )
+    assert "1 of 4 items" in browser.value(count)
     address = browser.value("location.href")
     browser.open("about:blank")
     browser.open(address)  # as another person to whom it was sent
@@ -208,7 +212,8 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
     assert browser.value("document.querySelectorAll('main table tr').length") == 16, (
         "4 items, 2 models, 2 choices"
     )
-    assert "not finite" in browser.value(TEXT)
+    shown = browser.value(TEXT)
+    assert "not finite" in shown and "-1.25" in shown
     browser.value("location.hash = 'task=nonsense&kind=any&page=99'")
     browser.wait(f"{SHOWN}.join() === 'lost,gained'")
     browser.requests[:] = [
