@@ -1,12 +1,9 @@
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import torch
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import InMemoryBackend
@@ -114,17 +111,6 @@ def test_the_prompt_template_shows_visible_tests_and_leaves_braces_alone() -> No
     )
 
 
-def test_a_chat_template_that_is_asked_for_and_missing_is_refused() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    with user_error(
-        "task t: chat_template: true, but the tokenizer has no chat template"
-    ):
-        prompt_texts(
-            tokenizer, [Problem("1", "p", "", ("x",))], row(chat_template=True)
-        )
-
-
 PROBLEMS = [Problem(str(n), "a " * n + "b", "", ("x",)) for n in (1, 7, 3, 5, 2)]
 
 
@@ -138,29 +124,6 @@ def complete(
         problem.task_id: [next(answers).text for _ in range(task.num_samples)]
         for problem in problems
     }
-
-
-def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
-    """Compared with a loop over the full forward pass, without cache, padding or
-    `generate`.
-    """
-    tokenizer, model = (
-        tiny_tokenizer(),
-        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
-    )
-    made = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
-    assert list(made) == [problem.task_id for problem in PROBLEMS]
-    ends = {tokenizer.eos_token_id, model.generation_config.eos_token_id}
-    for problem, text in zip(
-        PROBLEMS, prompt_texts(tokenizer, PROBLEMS, row()), strict=True
-    ):
-        ids, new = tokenizer(text)["input_ids"], []
-        with torch.no_grad():
-            while len(new) < 8 and not (new and new[-1] in ends):
-                new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-        assert made[problem.task_id] == [
-            tokenizer.decode(new, skip_special_tokens=True)
-        ]
 
 
 def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
@@ -206,35 +169,6 @@ def test_generation_ends_at_the_stop_string_and_does_not_look_at_the_prompt() ->
     assert len(lengths) < 8
 
 
-def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None:
-    tokenizer, model = (
-        tiny_tokenizer(),
-        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
-    )
-    model.train()
-    model.model.layers[0].eval()
-    model.config.use_cache = False
-    modes = [module.training for module in model.modules()]
-    torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
-    expected = torch.rand(1), numpy.random.rand(), random.random()
-    torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
-    side, pad = tokenizer.padding_side, tokenizer.pad_token
-    complete(model, tokenizer, PROBLEMS, row(), batch_size=2)
-    assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
-    assert [module.training for module in model.modules()] == modes
-    assert model.config.use_cache is False
-    assert (tokenizer.padding_side, tokenizer.pad_token) == (side, pad)
-
-
-def test_a_completion_that_does_not_fit_the_positions_is_refused() -> None:
-    tokenizer, model = (
-        tiny_tokenizer(),
-        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
-    )
-    with user_error("do not fit the model's 128 positions; lower max_new_tokens"):
-        complete(model, tokenizer, PROBLEMS, row(max_new_tokens=128), batch_size=1)
-
-
 def good(code: str = "def f(x):\n    return x + 1\n", *tests: str) -> Problem:
     return Problem("1", "p", code, tests or ("assert f(1) == 2",))
 
@@ -266,20 +200,6 @@ def test_an_assertion_of_the_program_itself_is_an_error_not_a_wrong_answer() -> 
             "try:\n    f(1)\nexcept ValueError: pass\nelse: assert False",
         )
         scorer.self_check([expects])
-
-
-def test_a_failing_canonical_solution_is_a_scorer_error() -> None:
-    with (
-        CodeScorer(num_workers=1) as scorer,
-        pytest.raises(
-            ScorerError,
-            match=(
-                r"1 of 2 canonical solutions do not pass their own tests .*no score is"
-                r" given"
-            ),
-        ),
-    ):
-        scorer.self_check([good(), good("def f(x): return x")])
 
 
 def test_a_data_set_without_canonical_solutions_is_checked_by_a_program_of_ours():
@@ -325,7 +245,10 @@ def test_a_canonical_solution_is_run_once_in_a_process_until_it_or_the_sandbox_c
     ]
     wrong = [problems[0], replace(problems[1], canonical="def f(x): return x")]
     for _ in range(2):
-        with pytest.raises(ScorerError, match="1 of 2 canonical solutions do not pass"):
+        said = (
+            "1 of 2 canonical solutions do not pass their own tests .*no score is given"
+        )
+        with pytest.raises(ScorerError, match=said):
             checked(wrong)
         assert sorted(ran) == ["a", "b"]
 
