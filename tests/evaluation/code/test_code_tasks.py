@@ -1,9 +1,12 @@
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import InMemoryBackend
@@ -167,6 +170,26 @@ def test_generation_ends_at_the_stop_string_and_does_not_look_at_the_prompt() ->
         == text[: min(i for i in (text.find(stop), text.find("a a")) if i >= 0)]
     )
     assert len(lengths) < 8
+
+
+def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None:
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
+    model.train()
+    model.model.layers[0].eval()
+    model.config.use_cache = False
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
+    expected = torch.rand(1), numpy.random.rand(), random.random()
+    torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
+    side, pad = tokenizer.padding_side, tokenizer.pad_token
+    complete(model, tokenizer, PROBLEMS, row(), batch_size=2)
+    assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.use_cache is False
+    assert (tokenizer.padding_side, tokenizer.pad_token) == (side, pad)
 
 
 def good(code: str = "def f(x):\n    return x + 1\n", *tests: str) -> Problem:
