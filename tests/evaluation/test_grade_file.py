@@ -154,7 +154,7 @@ def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
 
 
 SAMPLE = '{"task_id": 1000, "solution": "x"}'
-PACKED = gzip.compress(SAMPLE.encode())
+PACKED = gzip.compress(SAMPLE.encode(), mtime=0)
 
 
 @pytest.mark.parametrize(
