@@ -374,6 +374,24 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
         assert all(value.isfinite().all() for value in saved.values())
 
 
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, teacher: Any) -> None:
+    objective = {"name": "kl+l2", "l2_coefficient": 0.01}
+    train(*make(tmp_path / "plain", teacher, objective))
+    train(
+        *make(
+            tmp_path / "checkpointed", teacher, objective, gradient_checkpointing=True
+        )
+    )
+    one, other = (
+        read_history(tmp_path / "plain"),
+        read_history(tmp_path / "checkpointed"),
+    )
+    for a, b in zip(one, other, strict=True):
+        assert [a[k] for k in ("kl", "l2", "grad_norm")] == pytest.approx(
+            [b[k] for k in ("kl", "l2", "grad_norm")], rel=1e-5
+        )
+
+
 def test_bf16_autocast_trains_near_the_float32_curve(
     tmp_path: Path, teacher: Any
 ) -> None:

@@ -48,6 +48,7 @@ from tests.support import (
     assert_killed,
     history,
     killed_after,
+    run_command,
     run_of,
     trained_weights,
 )
@@ -212,6 +213,20 @@ def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
     distill(run, "half", fill_cache=True)
     assert calls == [60]
     assert (bench.folder / "r" / "variants" / "half" / "model").is_dir()
+
+
+def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(
+    bench: Bench,
+) -> None:
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
+    path = cached(bench, data=data)
+    assert (
+        run_command("run", path, "--only cache-teacher --set train.max_steps=17") == 0
+    )
+    # 17 steps of 4 rows are more than the stream's 60 rows, whose second epoch has the
+    # same rows in another order
+    assert read_json(bench.folder / "cache" / "cache.json")["rows"] >= 60
+    assert main(["distill", str(path)]) == 0
 
 
 # ---- processes, and what ends them
