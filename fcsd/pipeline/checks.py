@@ -109,7 +109,7 @@ def _check_pretrainings(run: Run) -> None:
             continue
         with _errors_of(name):
             config = _check_pretraining(run, section)
-            _check_connectivity(section.connectivity, config, family_of(config))
+            _rewired_layers(section.connectivity, config, family_of(config))
     if any(_unfinished(run.layout.evaluate / name) for name in run.recipe.model_names):
         _check_evaluation(run)
 
@@ -374,16 +374,15 @@ def _check_calibration(run: Run) -> None:
 
 
 def _check_layers(recipe: Recipe, config: PreTrainedConfig, family: Family) -> None:
-    layers = _check_connectivity(recipe.connectivity, config, family)
+    layers = _rewired_layers(recipe.connectivity, config, family)
     if not layers and recipe.starts_calibrated:
         raise UserError(
-            "connectivity.layers: none rewires no layer, so there is nothing to"
-            " calibrate; select layers, or calibrate nothing (in a recipe's variant:"
-            " calibration.starts_training: false)"
+            "connectivity.layers: none leaves nothing to calibrate; select layers, or"
+            " set calibration.starts_training: false"
         )
 
 
-def _check_connectivity(
+def _rewired_layers(
     connectivity: ConnectivityConfig, config: PreTrainedConfig, family: Family
 ) -> list[int]:
     """Return the layers that a connectivity rewires in a model that it fits."""

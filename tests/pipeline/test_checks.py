@@ -63,7 +63,7 @@ WRONG = {
     ),
     "nothing to calibrate": (
         {"calibration": {}, "variants": {"v": {"connectivity.layers": "none"}}},
-        r"variants\.v: connectivity\.layers: none .* nothing to calibrate; .*false\)$",
+        r"variants\.v: connectivity\.layers: none .* nothing to calibrate; .*false$",
     ),
     "layer study": (
         {

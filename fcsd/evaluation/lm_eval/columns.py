@@ -91,14 +91,11 @@ def check_rows(
                     f" got {_shown(row[column])}"
                 )
         # With a key that is none of the labels, no answer could be right.
-        if (
-            "answerKey" in columns
-            and row["answerKey"].strip() not in row["choices"]["label"]
-        ):
-            labels = ", ".join(row["choices"]["label"])
+        labels = row["choices"]["label"] if "answerKey" in columns else None
+        if labels is not None and row["answerKey"].strip() not in labels:
             raise UserError(
                 f"task {task}: {where}, row {index}: answerKey {row['answerKey']!r} is"
-                f" none of the labels {labels}"
+                f" none of the labels {', '.join(labels)}"
             )
 
 

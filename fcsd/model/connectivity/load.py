@@ -388,17 +388,14 @@ def _check_classes(
             f" {architectures!r}"
         )
     model_type = checkpoint.config["model_type"]
-    if other := _other_class(
-        architectures, family, checkpoint.connectivity is not None
-    ):
+    is_rewired = checkpoint.connectivity is not None
+    if other := _other_class(architectures, family, is_rewired):
         raise UserError(
             f"{where}: architectures names {other}, but model_type is '{model_type}';"
             " one of them is wrong, fetch the config again"
         )
-    if (
-        experts_implementation not in (None, "eager")
-        and not classes.model._can_set_experts_implementation()
-    ):
+    is_chosen = experts_implementation not in (None, "eager")
+    if is_chosen and not classes.model._can_set_experts_implementation():
         raise UserError(
             f"{checkpoint.folder}: transformers refuses"
             f" experts_implementation={experts_implementation!r}: it computes the experts"

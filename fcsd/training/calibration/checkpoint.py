@@ -225,7 +225,7 @@ def calibratable(original: ModelFolder, connectivity: Connectivity) -> Checkpoin
     mask = moe_mask(original.load_config(), checkpoint.family)
     if not connectivity.new_field(mask, checkpoint.family.layout)["layers"]:
         raise UserError(
-            f"{where}: layers: none rewires no layer; there is nothing to calibrate"
+            f"{where}: layers: none rewires no layer, so there is nothing to calibrate"
         )
     return checkpoint
 
