@@ -103,7 +103,7 @@ def convert_checkpoint(
             connectivity = current
     field = connectivity.new_field(mask, family.layout)
     try:
-        check_field(family, field)
+        check_field(field)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
     if current is not None and not checkpoint.foreign and current.field(mask) == field:

@@ -65,7 +65,7 @@ def replace_by_link(file: Path, target: Path | str) -> None:
 
 
 def calibrate(folder: Path, out: Path) -> None:
-    calibratable(find_model(ModelConfig(path=str(folder))))
+    calibratable(find_model(ModelConfig(path=str(folder))), ALL)
 
 
 READERS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
