@@ -39,7 +39,6 @@ from fcsd.model.connectivity.load import (
     misread_here,
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
-from fcsd.model.connectivity.rewire import check_field
 from fcsd.model.connectivity.selection import selection_text
 from fcsd.model.connectivity.spec import Connectivity, outdated_layers
 from fcsd.model.families import PREFIX, Family, moe_mask, text_config
@@ -102,10 +101,6 @@ def convert_checkpoint(
         if checkpoint.foreign and current is not None:
             connectivity = current
     field = connectivity.new_field(mask, family.layout)
-    try:
-        check_field(field)
-    except ValueError as error:
-        raise UserError(f"{source}: {error}") from None
     if current is not None and not checkpoint.foreign and current.field(mask) == field:
         raise UserError(
             f"{source}: is already converted with this connectivity (layers"
