@@ -151,7 +151,7 @@ def _check_training(run: Run, batches: Sequence[int] | None, exists: bool) -> No
             " launch data parallel copies",
         ),
         (
-            reason := quantisation and why_not_trained(quantisation),
+            reason := why_not_trained(quantisation),
             lambda: f"{run.original.config.path}: {reason}",
         ),
     )

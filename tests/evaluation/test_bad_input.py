@@ -200,6 +200,9 @@ def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     ("task", "message"),
     [
         (PIQA | {"task": "piqua", "lm_eval_include": "piqa"}, "task piqua: not defined in .*; did you mean 'piqa'?"),
+        (PIQA | {"metric": "acc_nrm,none"}, "metric 'acc_nrm,none' does not exist; allowed: acc,none, acc_norm,none"),
+        (PIQA | {"split": "tset"}, "task piqa: cannot be loaded with .*: it has nothing named 'tset'"),
+        (PIQA | {"dataset": "baber/none"}, "no such folder; the data root must hold the data set baber/none in"),
         (
             {"task": "ai2_arc", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa",
              "lm_eval_include": "arc"},

@@ -234,6 +234,24 @@ def test_thinking_is_switched_off_in_every_kind_of_task(
     assert recorded == hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
+def test_batch_size_and_order_of_tasks_do_not_change_the_scores(
+    model: Any, place: Path
+) -> None:
+    rows = [likelihood(), GENERATION, CODE]
+    one, one_samples = judge(model, place, *rows, batch_size=1)
+    many, many_samples = judge(model, place, *rows[::-1], batch_size=7)
+    assert {k: v["value"] for k, v in one["tasks"].items()} == {
+        k: v["value"] for k, v in many["tasks"].items()
+    }
+    for a, b in zip(one_samples["t_choice"], many_samples["t_choice"], strict=True):
+        assert a["loglikelihoods"] == pytest.approx(b["loglikelihoods"], abs=1e-4)
+    assert one_samples["t_code"] == many_samples["t_code"]
+    again, again_samples = judge(model, place, *rows, batch_size=1)
+    assert again_samples == one_samples
+    again.pop("wall_s"), one.pop("wall_s")
+    assert again == one
+
+
 def test_a_group_counts_every_item_of_its_members_once(model: Any, place: Path) -> None:
     made, samples = judge(model, place, likelihood("t_group", num_fewshot=1))
     assert made["tasks"]["t_group"]["num_items"] == 24

@@ -260,6 +260,9 @@ def test_where_lm_eval_says_so_lower_is_better(
     ("kind", "change", "message"),
     [
         ("likelihood", {"metric": "acc_norm,none"}, r"metric 'acc_norm,none' does not exist; allowed: acc,none"),
+        ("likelihood", {"kind": "generation"}, r"kind is 'generation', but lm-eval's output_type is multiple_choice"),
+        ("likelihood", {"task": "tiny_choise"}, r"task tiny_choise: not defined in .*did you mean 'tiny_choice'"),
+        ("likelihood", {"split": "validation"}, r"task tiny_choice: cannot be loaded"),
         ("code", {"dataset": "absent/absent"}, r"task problems: absent/absent: cannot read"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as layers
 from fcsd.recipe.load_recipe import load_recipe
-from tests.support import Bench, run_of, user_error, with_suite
+from tests.support import Bench, run_of, start, user_error, with_suite
 
 CONFIG = {
     "model_type": "qwen2_moe",
@@ -273,6 +273,42 @@ def test_a_second_run_trains_and_evaluates_nothing(
     captured = capsys.readouterr()
     assert captured.err.count("finished before") == 12
     assert "FCSD" in captured.out or "fcsd" in captured.out
+
+
+@pytest.mark.breadth
+def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(
+    finished: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, torch\nclass No:\n    def find_spec(self, name, *rest):\n       "
+        " if name.split('.')[0] == 'fcsd': raise"
+        " ModuleNotFoundError(name)\nsys.meta_path.insert(0, No())\nfrom transformers"
+        " import AutoModelForCausalLM, AutoTokenizer\nm ="
+        " AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\nt"
+        " = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\nids ="
+        " torch.arange(5, 25)[None]\ntorch.save(m(ids).logits.detach(),"
+        " sys.argv[2])\nprint(type(m).__name__, len(t), 'fcsd' in sys.modules)\n"
+    )
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    with start(
+        "-c",
+        code,
+        str(finished / "run" / "publish"),
+        str(tmp_path / "logits"),
+        **environment,
+    ) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    assert out.splitlines()[-1].split() == [
+        "FarSkipQwen2MoeForCausalLM",
+        "400",
+        "False",
+    ]
+    own = load_model(finished / "run" / "distill" / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            own(torch.arange(5, 25)[None]).logits, torch.load(tmp_path / "logits")
+        )
 
 
 @pytest.mark.parametrize(

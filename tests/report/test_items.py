@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -156,6 +158,87 @@ def test_the_page_holds_every_item_of_every_task_with_both_answers(page: Path) -
     assert code[1]["answers"][1]["texts"][0].startswith("fcsd says 1 </script>")
     assert choice[0]["answers"][0]["loglikelihoods"] == [-1.25, None]
     assert choice[0]["choices"][0] == "yes"
+
+
+# Our own minimal document for the page's script: what it would show, as plain objects.
+HARNESS = r"""
+const fs = require("fs"), vm = require("vm");
+const html = fs.readFileSync(process.argv[1], "utf-8");
+const text = (id) => html.split(`id="${id}">`)[1].split("</script>")[0];
+class Element {
+  constructor(name) { this.name = name; this.children = []; this.listeners = {}; this.own = ""; this.className = ""; }
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...more) { this.children = more; }
+  addEventListener(kind, call) { this.listeners[kind] = call; }
+  get textContent() { return this.own + this.children.map((c) => c.textContent).join(this.name === "pre" ? "" : "\n"); }
+  set textContent(value) { this.own = String(value); this.children = []; }
+  set innerHTML(value) { throw new Error("markup"); }
+}
+const places = {};
+for (const id of [
+  "note", "facts", "filter", "task", "model", "kind", "text", "count", "back", "next", "items", "overview",
+]) {
+  places[id] = new Element(id);
+  places[id].value = "";
+}
+const document = {
+  getElementById: (id) => places[id] || Object.assign(new Element(id), { own: text(id) }),
+  createElement: (name) => new Element(name),
+  createTextNode: (text) => Object.assign(new Element("#text"), { own: text }),
+};
+const pause = () => new Promise((done) => setTimeout(done, 5));
+const wait = async () => { while (!places.count.own.includes("items")) await pause(); };
+const seen = () => ({
+  kinds: places.items.children.map((item) => item.className), count: places.count.textContent,
+  text: places.items.textContent, facts: places.facts.textContent,
+});
+(async () => {
+  const script = html.split("<script>")[1].split("</script>")[0];
+  const location = { hash: "" }, history = { replaceState: (state, title, to) => { location.hash = to; } };
+  vm.runInNewContext(script, {
+    addEventListener: () => {}, document, atob, Blob, Response, DecompressionStream, Uint8Array, console,
+    location, history, URLSearchParams,
+  });
+  await wait();
+  const states = { start: seen() };
+  for (const [name, id, value] of [
+    ["gained", "kind", "gained"], ["all", "kind", "all"], ["search", "text", "SAYS 3"], ["none", "text", "nowhere"],
+    ["cleared", "text", ""], ["choice", "task", "choice"],
+  ]) {
+    places[id].value = value;
+    places.count.own = "";
+    places[id].listeners.input();
+    await wait();
+    states[name] = seen();
+  }
+  states.address = location.hash;
+  console.log(JSON.stringify(states));
+})();
+"""
+
+
+def test_the_pages_filters_show_what_they_say(page: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the page's script")
+    ran = subprocess.run(
+        [node, "-e", HARNESS, str(page)], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    states = json.loads(ran.stdout)
+    assert states["start"]["kinds"] == ["lost", "gained"]
+    assert "original says 1 </script>" in states["start"]["text"], "text stays text"
+    assert "pass@1, 0-shot, 4 items" in states["start"]["facts"]
+    assert states["gained"]["kinds"] == ["gained"]
+    assert "1 of 4 items" in states["gained"]["count"]
+    assert states["all"]["kinds"] == ["kept", "lost", "gained", "never"]
+    assert states["search"]["kinds"] == ["never"]
+    assert states["address"].startswith("#task=choice&model=fcsd+")
+    assert states["address"].endswith("&kind=all")
+    assert states["none"]["kinds"] == []
+    assert "0 of 4 items, page 1 of 1" in states["none"]["count"]
+    assert "-1.25" in states["choice"]["text"]
+    assert "not finite" in states["choice"]["text"]
 
 
 SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"

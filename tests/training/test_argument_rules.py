@@ -249,7 +249,7 @@ def test_a_models_own_loss_of_the_routers_is_refused_unless_the_experts_are_bala
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
 @pytest.mark.parametrize(
     "kwargs",
-    [None, {"preserve_rng_state": True}],
+    [None, {}, {"preserve_rng_state": True}, {"use_reentrant": False}],
     ids=str,
 )
 def test_the_balance_is_in_the_gradient_with_whatever_checkpointing_is_asked_for(

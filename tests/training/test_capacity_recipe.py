@@ -2,6 +2,7 @@
 and in the same way after a resume.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.model.families.capacity import Dropping
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import TrainConfig, may_change
+from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import history, make_bench, user_error
+from tests.support import make_bench, user_error
 
 
 def test_a_training_drops_counts_and_continues_with_the_same_capacity(
@@ -44,9 +46,11 @@ def test_a_training_drops_counts_and_continues_with_the_same_capacity(
     ):  # fmt: skip
         taken.clear()
         assert main(["distill", str(bench.recipe(name, train=train | more))]) == 0
-        entries = history(bench, name)
-        losses[name] = [entry["loss"] for entry in entries]
-        shares = [entry.get("dropped_share") for entry in entries]
+        lines = (
+            (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+        )
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+        shares = [json.loads(line).get("dropped_share") for line in lines]
         if name == "none":
             assert shares == [None, None] and not taken
         else:
@@ -84,3 +88,18 @@ def test_bad_values_are_one_line(values: dict[str, Any], message: str) -> None:
     with user_error(message) as error:
         validate(TrainConfig, values, "train")
     assert "\n" not in str(error.value)
+
+
+def test_the_trainers_arguments_have_the_keys_and_rows_of_a_pass_are_fixed_by_a_capacity(
+    tmp_path: Any,
+) -> None:
+    config = FCSDConfig(
+        output_dir=str(tmp_path),
+        capacity_factor=1.25,
+        capacity_drop="weight",
+        max_steps=1,
+    )
+    train = config.sections().train
+    assert (train.capacity_factor, train.capacity_drop) == (1.25, "weight")
+    assert "train.per_device_train_batch_size" not in may_change(train)
+    assert "train.per_device_train_batch_size" in may_change(TrainConfig())

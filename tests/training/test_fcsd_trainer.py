@@ -140,6 +140,19 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(
     assert same_tensors(left, right)
 
 
+def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_trained(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    other = make("given", teacher=copy.deepcopy(original))
+    other.train()
+    made = make("made")
+    made.train()
+    assert curve(made) == curve(other) and same_tensors(weights(made), weights(other))
+    teacher: Any = made.teacher
+    assert same_tensors(teacher.model.state_dict(), original.state_dict())
+    assert type(teacher.model) is type(original)
+
+
 def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     make: Callable[..., FCSDTrainer], original: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -172,25 +185,39 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
 
 
 def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused(
-    make: Callable[..., FCSDTrainer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make: Callable[..., FCSDTrainer],
+    base_checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """As in a recipe."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    make(max_length=128)
-    assert "positions" not in capfd.readouterr().err
-    make(max_length=256, train_dataset=[{"text": "1 + 1 is 2. " * 200}] * 4)
-    text = "max_length 256: rows are longer than the 128 positions of FarSkipQwen2Moe"
-    assert text in capfd.readouterr().err
+    text = "max_length 256: rows are longer than the 128 positions of"
+    for model in (None, str(base_checkpoint)):
+        capfd.readouterr()
+        make(max_length=128, **({"model": model, "layers": "all"} if model else {}))
+        assert "positions" not in capfd.readouterr().err
+        rows = [{"text": "1 + 1 is 2. " * 200}] * 4
+        make(
+            max_length=256,
+            train_dataset=rows,
+            **({"model": model, "layers": "all"} if model else {}),
+        )
+        assert (
+            f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
+        )
 
     table = GPT2LMHeadModel(
         GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     )
     table.save_pretrained(tmp_path / "table")
+    message = (
+        "max_length 32: rows are longer than the 16 positions of .*, which are a table"
+        " of that length"
+    )
     for teacher in (table, str(tmp_path / "table")):
         with user_error(
-            "max_length 32: rows are longer than the 16 positions of .*, which are a"
-            r" table of that length \(transformer\.wpe\.weight\); set max_length to 16"
+            rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
         ):
             make(teacher=teacher)
 
@@ -203,6 +230,32 @@ def test_a_regular_model_that_was_trained_is_an_original(
     )
     regular.train()
     make(model=fcsd.convert(regular.model, "all"))
+
+
+@pytest.mark.breadth
+def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
+    make: Callable[..., FCSDTrainer], tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    }  # fmt: skip
+    dense = LlamaForCausalLM(
+        LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
+    ).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    heldout = datasets.Dataset.from_list(arithmetic(10))
+    trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
+    student = copy.deepcopy(trainer.model).double()
+    expected = reference_kl(
+        student, copy.deepcopy(dense).double(), trainer.eval_dataset
+    )
+    assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
+    trainer.train()
+    in_memory = make("given", teacher=dense, eval_dataset=heldout, packing=False)
+    in_memory.train()
+    assert curve(in_memory) == curve(trainer)
 
 
 def mean_over_tokens(

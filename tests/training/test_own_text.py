@@ -4,7 +4,9 @@ in float64 and TRL's loss on the same samples, and a run on ranks or after a kil
 
 import copy
 import importlib.util
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from fcsd import FCSDConfig, FCSDTrainer
 from fcsd.base.artifact import read_manifest
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
@@ -381,6 +384,30 @@ def test_what_a_text_does_not_depend_on_may_change(
     capsys.readouterr()
     assert main(["distill", path, "--set", "objective.own_text_tokens=4"]) == 2
     assert "objective.own_text_tokens: 6 -> 4" in capsys.readouterr().err
+
+
+def test_a_script_continues_with_another_batch_of_texts(
+    bench: Bench, tmp_path: Path
+) -> None:
+    def trainer(**changes: Any) -> FCSDTrainer:
+        settings: dict[str, Any] = {
+            "own_text": 0.5, "own_text_tokens": 6, "max_length": 32, "batch_size_tokens": 128, "max_steps": 4,
+            "save_steps": 2, "warmup_steps": 0, "logging_steps": 1,
+        }  # fmt: skip
+        arguments = FCSDConfig(
+            output_dir=str(tmp_path / "script"), layers="all", disable_tqdm=True, **settings | changes
+        )  # fmt: skip
+        rows = [json.loads(line) for line in bench.rows.read_text().splitlines()]
+        return FCSDTrainer(model=str(bench.base), args=arguments, train_dataset=rows)
+
+    trainer().train()
+    # a run that was ended after its second step
+    shutil.rmtree(tmp_path / "script" / "checkpoint-4")
+    again = trainer(own_text_batch_size=1, own_text_sample_steps=1)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+    with user_error("own_text_tokens"):
+        trainer(own_text_tokens=3).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(

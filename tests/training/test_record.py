@@ -78,6 +78,9 @@ def first(
     ("changes", "message"),
     [
         ({"learning_rate": 2e-3}, r"learning_rate: 0\.001 -> 0\.002"),
+        ({"weight_decay": 0.1}, r"weight_decay: 0\.0 -> 0\.1"),
+        ({"lr_scheduler_type": "linear"}, 'lr_scheduler_type: "cosine" -> "linear"'),
+        ({"warmup_steps": 1}, "warmup_steps: 0 -> 1"),
         ({"max_steps": 2}, "max_steps: 3 -> 2"),
         ({"max_steps": 5, "seed": 7}, "max_steps: 3 -> 5; seed: 42 -> 7"),
         (
@@ -88,11 +91,13 @@ def first(
         ({"seed": 7}, "seed: 42 -> 7"),
         ({"objective": "sft"}, 'objective: "ce" -> "sft"'),
         ({"optim": "sgd"}, 'optim: "adamw_torch_fused" -> "sgd"'),
+        ({"ema_decay": 0.9}, r"ema_decay: null -> 0\.9"),
         ({"dtype": "bfloat16"}, 'dtype: "float32" -> "bfloat16"'),
         ({"layers": "none"}, r"connectivity\.layers: \[0\] -> \[\]"),
         ({"packing": False}, "packing: true -> false"),
         ({"gradient_accumulation_steps": 1}, "batch_size_tokens: 64 -> 32"),
         ({"balance_loss_coefficient": 0.1}, r"balance_loss_coefficient: null -> 0\.1"),
+        ({"train_dataset": texts(41)}, "train_dataset: other content"),
         ({"train_dataset": texts(40, "0 + 1 is not 2")}, "train_dataset: other content"),
         ({"train_dataset": texts(40)[::-1]}, "train_dataset: other content"),
         ({"data_seed": 7}, "data_seed: null -> 7; train_dataset: other content"),

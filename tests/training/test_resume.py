@@ -444,6 +444,16 @@ def test_two_ranks_hash_the_original_once(bench: Bench, tmp_path: Path) -> None:
     assert hashed.read_text() == f"0 {bench.base}\n"
 
 
+def test_a_changed_data_file_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["distill", str(bench.recipe("r"))]
+    assert main(command) == 0
+    bench.rows.write_text(bench.rows.read_text() + bench.rows.read_text())
+    assert main(command) == 2
+    assert "data.train.0" in capsys.readouterr().err
+
+
 def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused_with_the_file(
     bench: Bench,
     tmp_path: Path,

@@ -29,6 +29,7 @@ from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import remove_checkpoints, train
+from fcsd.training.step_loss import StepLoss
 from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from tests.losses import DIVERGENCES, reference_loss
@@ -490,6 +491,25 @@ def test_tensorboard_writes_its_events_into_the_folder_of_the_run(
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert events.name.startswith("events.out.tfevents")
     assert b"train/kl" in events.read_bytes()
+
+
+def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
+    tmp_path: Path, teacher: Any
+) -> None:
+    run = make(tmp_path, teacher, rows=Rows(6), per_device_train_batch_size=1)
+    tokens: list[int] = []
+    begin_step = StepLoss.begin_step
+
+    def look(self: StepLoss, model: Any, batches: list, *rest: Any) -> Any:
+        tokens.append(sum(batch["input_ids"].numel() for batch in batches))
+        return begin_step(self, model, batches, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepLoss, "begin_step", look)
+        assert train(*run)["steps"] == 3
+    assert tokens == [4 * LENGTH] * 3
+    assert [point["step"] for point in read_history(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_the_last_step_is_logged_whatever_logging_steps_is(

@@ -100,7 +100,10 @@ def convert_checkpoint(
         connectivity = Connectivity()
         if checkpoint.foreign and current is not None:
             connectivity = current
-    field = connectivity.new_field(mask, family.layout)
+    try:
+        field = connectivity.new_field(mask, family.layout)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
     if current is not None and not checkpoint.foreign and current.field(mask) == field:
         raise UserError(
             f"{source}: is already converted with this connectivity (layers"

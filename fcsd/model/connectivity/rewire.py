@@ -123,8 +123,9 @@ def regular(model: nn.Module) -> Iterator[None]:
             del block.farskip_split
 
 
-def check_field(farskip: Any) -> None:
-    """Raise ValueError for a `farskip` field of another version or with an unknown side."""
+def check_field(family: Any, farskip: Any) -> None:
+    """Raise ValueError for a `farskip` field of another version, with an unknown side,
+    or with a side that changes nothing in this family."""
     if not isinstance(farskip, dict) or farskip.get("version") != 1:
         raise ValueError(f"config.farskip: version 1 is needed, got {farskip!r}")
     attention, mlp = farskip["attention"], farskip["mlp"]
@@ -133,6 +134,11 @@ def check_field(farskip: Any) -> None:
     )
     if attention not in ("partial", "full") or not mlp_is_valid:
         raise ValueError(f"config.farskip: unknown connectivity {farskip!r}")
+    if family.layout == "parallel" and attention == "full" and farskip["layers"]:
+        raise ValueError(
+            "attention: full changes nothing here, because attention and MLP of a layer"
+            " read the same stream already; use attention: partial"
+        )
 
 
 def _is_outdated(k: int, mlp: Any) -> bool:
@@ -167,7 +173,7 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
             the family's, or a layer whose `forward` is set on the instance (device_map,
             accelerate hooks, kernels), which would bypass the rewiring.
     """
-    check_field(farskip)
+    check_field(family, farskip)
     stack = decoder_layers(model, family)
     selected = set(farskip["layers"])
     if any(not isinstance(k, int) or not 0 <= k < len(stack) for k in selected):

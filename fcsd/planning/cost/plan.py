@@ -302,12 +302,12 @@ def _what_fits(
         changes.append("--dtype fp8")
     # Where the weights alone are too large, no batch or length is small enough.
     least = sum(n for name, n in facts["parts"].items() if name not in _OF_TOKENS)
-    hopeless = least > facts["gpu_bytes"]
-    for batch in _halves(settings.batch) if not hopeless else ():
+    has_room = least <= facts["gpu_bytes"]
+    for batch in _halves(settings.batch) if has_room else ():
         if fits(batch=batch):
             changes.append(f"--batch {batch}")
             break
-    for length in _halves(settings.length) if not hopeless else ():
+    for length in _halves(settings.length) if has_room else ():
         if length >= 256 and fits(length=length):
             changes.append(f"--length {length}")
             break

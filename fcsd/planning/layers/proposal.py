@@ -160,12 +160,13 @@ def single_points(folder: Path, study: dict[str, Any]) -> dict[int, dict[str, An
     """Return the points of a study that rewire one layer, by layer; UserError if it has
     none.
     """
-    layers = range(study["num_hidden_layers"])
+    layers, settings = range(study["num_hidden_layers"]), study["study"]
     if not any(_rewires(study, [k]) for k in layers):
         raise UserError(
-            f"{folder}: this study has no sensitivities: a single layer that it rewires"
-            " computes what a regular one does; use --max-loss, or run `fcsd layers`"
-            " with --mlp selected"
+            f"{folder}: a study with attention: {settings['attention']}, mlp:"
+            f" {settings['mlp']} of this family has no sensitivities: a single rewired"
+            " layer computes what a regular one does; use --max-loss, or run `fcsd"
+            " layers` with --mlp selected"
         )
     alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not alone:

@@ -129,6 +129,29 @@ def complete(
     }
 
 
+def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
+    """Compared with a loop over the full forward pass, without cache, padding or
+    `generate`.
+    """
+    tokenizer, model = (
+        tiny_tokenizer(),
+        tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
+    )
+    made = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
+    assert list(made) == [problem.task_id for problem in PROBLEMS]
+    ends = {tokenizer.eos_token_id, model.generation_config.eos_token_id}
+    for problem, text in zip(
+        PROBLEMS, prompt_texts(tokenizer, PROBLEMS, row()), strict=True
+    ):
+        ids, new = tokenizer(text)["input_ids"], []
+        with torch.no_grad():
+            while len(new) < 8 and not (new and new[-1] in ends):
+                new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+        assert made[problem.task_id] == [
+            tokenizer.decode(new, skip_special_tokens=True)
+        ]
+
+
 def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
     tokenizer, model = (
         tiny_tokenizer(),

@@ -321,7 +321,7 @@ def test_a_side_that_changes_nothing_is_refused(tmp_path):
     with user_error(message):
         convert_model(model, nothing)
     assert torch.equal(logits(model), before)
-    with user_error(message):
+    with user_error(f"{tmp_path / 'base'}: {message}"):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", nothing)
     assert not (tmp_path / "far").exists()
     with pytest.raises((UserError, ValueError), match=message):

@@ -286,7 +286,7 @@ def test_a_study_of_attention_alone_says_that_it_has_no_single_layers(
     study = written(tmp_path / "s", "attention")
     refused(
         ["plan-layers", str(study), "--budget", "2"],
-        r"has no sensitivities: a single layer .* use --max-loss",
+        r"mlp: full .* has no sensitivities: .* use --max-loss",
     )
 
 

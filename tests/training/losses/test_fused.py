@@ -287,7 +287,7 @@ CASES |= {
 
 
 @pytest.mark.parametrize("statistics", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("divergence", CASES)
 def test_divergences_and_their_gradients_equal_float64_autograd(
@@ -613,6 +613,18 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
     assert (h.grad - expected_grad).norm() < ROUNDINGS * rounding * (
         1 + expected_grad.norm()
     )
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_equal_students_have_no_divergence_and_no_gradient(name):
+    h, w, *_ = inputs()
+    h = h.requires_grad_()
+    loss, statistics = fused_divergence(
+        h, w, h, w, divergence=objective_of(name), statistics=True
+    )
+    loss.backward()
+    assert abs(loss.item()) < 1e-6 and h.grad.abs().max() < 1e-6
+    assert statistics.top1_agreement.all()
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])

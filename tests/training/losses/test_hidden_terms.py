@@ -172,6 +172,17 @@ def test_streams_of_other_layers_and_of_another_width_are_refused(
         StreamDistance(objective_of(), 1).value(*streams, None)
 
 
+def test_frozen_routers_are_all_that_is_frozen() -> None:
+    student, _, _ = make()
+    freeze_routers(student)
+    frozen = {
+        name
+        for name, parameter in student.named_parameters()
+        if not parameter.requires_grad
+    }
+    assert frozen == {f"model.layers.{k}.mlp.gate.weight" for k in range(4)}
+
+
 def test_a_model_without_routers_is_refused_with_the_keys_to_leave_out() -> None:
     dense = LlamaForCausalLM(
         LlamaConfig(
