@@ -66,11 +66,6 @@ GLM_5 = {
     "v_head_dim": 256, "vocab_size": 154880, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3,
 }  # fmt: skip
 """Where GLM-5 differs from DeepSeek-V3 (transformers' GlmMoeDsaConfig); without its indexer, which runs beside."""
-KIMI_K2 = {
-    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 1,
-    "vocab_size": 163840, "n_group": 1, "topk_group": 1, "quantization_config": {"quant_method": "mxfp4"},
-}  # fmt: skip
-"""Its experts alone have 4 bits, as those of MXFP4, and scales of another width (6 % more to read)."""
 MISTRAL_SMALL_4 = {
     "num_hidden_layers": 36, "hidden_size": 4096,
     "intermediate_size": 12288, "moe_intermediate_size": 2048, "n_routed_experts": 128, "num_experts_per_tok": 4,
@@ -120,7 +115,7 @@ TRACES = (
     gb300(4, 6.27, 8.12, 13.17, 2.35, 2.79),
     gb300(8, 6.48, 7.57, 17.27, 2.18, 2.89),
     Trace(
-        "Kimi-K2 INT4, 8 H200, EP 8, 64 requests", "pegainfer, moe-bench-prompt-diversity.md", "DeepSeek-V3", KIMI_K2,
+        "Kimi-K2 INT4, 8 H200, EP 8, 64 requests", "pegainfer, moe-bench-prompt-diversity.md", "Kimi-K2-Thinking", {},
         WIDE | {"batch": 64}, {"exchanges": 7.8, "dense matmuls": 11.6, "experts": 10.7, "attention": 0.8}, drop=(),
     ),
     Trace(

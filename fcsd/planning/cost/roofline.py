@@ -134,8 +134,9 @@ class Roofline:
         # training, DeepGEMM's reach 1,288 of 1,979 TFLOPS (its README, 8 groups).
         if is_experts and stored.precision == "fp8" and self.served:
             share = "fp8_grouped"
-        computing = work.flops / (self.peak(stored.precision) * self.values[share])
         width = stored.experts if is_experts else stored.others
+        peak = self.peak(stored.precision_of(width))
+        computing = work.flops / (peak * self.values[share])
         reading = work.weights * read * width / self.bytes_per_s
         return max(computing, reading) / ranks
 
@@ -484,7 +485,9 @@ def _least_s(roofline: Roofline, layer: LayerWork, name: str) -> tuple[float, fl
         kernels.append(LATENT[name])
     if layer.index and name == "attention a":
         kernels.append(INDEXED)
-    if roofline.stored.precision == "fp8" and name in QUANTISED:
+    stored = roofline.stored
+    width = stored.experts if name == "experts" else stored.others
+    if stored.precision_of(width) == "fp8" and name in QUANTISED:
         kernels.append((0, 1))
     matmuls, others = map(sum, zip(*kernels, strict=True))
     values = roofline.values

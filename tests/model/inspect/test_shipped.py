@@ -24,7 +24,8 @@ ASKED_FOR = {
     "deepseek-ai/DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Pro", "openai/gpt-oss-20b", "openai/gpt-oss-120b",
     "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-397B-A17B",
     "Qwen/Qwen3.6-35B-A3B", "zai-org/GLM-4.5", "zai-org/GLM-4.5-Air", "zai-org/GLM-4.6", "zai-org/GLM-5",
-    "moonshotai/Kimi-K2-Instruct", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "MiniMaxAI/MiniMax-M2",
+    "moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Thinking", "deepseek-ai/DeepSeek-V3.1", "MiniMaxAI/MiniMax-M2",
+    "MiniMaxAI/MiniMax-M2.1", "meta-llama/Llama-4-Scout-17B-16E-Instruct",
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "mistralai/Mixtral-8x7B-v0.1", "allenai/OLMoE-1B-7B-0924",
 }  # fmt: skip

@@ -4,6 +4,7 @@ what is refused.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,7 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
     assert memory["needs_gpus"] is None and facts["times"]["speed_up"] > 1
     first, *others = memory["changes"]
     assert first == "without --keep-activations"
+    assert any(change.startswith("--batch ") for change in others)
     assert main(["plan", folder, *settings]) == 0
     (line,) = (
         line for line in capsys.readouterr().out.splitlines() if "DOES NOT FIT" in line
@@ -433,6 +435,27 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
             "h200",
             ("FP8", 1.0, 1.0, "fp8"),
         ),
+        ("Kimi-K2-Thinking", {}, "h200", ("INT4 experts", 0.5625, 2.0, "bfloat16")),
+        *few([
+            ("Qwen3-30B-A3B", {"quant_method": "fp8", "modules_to_not_convert": ["self_attn", "lm_head"]}, "h200",
+             ("FP8 experts", 1.0, 2.0, "fp8")),
+            ("Qwen3-30B-A3B",
+             {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.2.self_attn*"]},
+             "b200", ("NVFP4 experts", 0.5625, 2.0, "bfloat16")),
+            ("Qwen3-30B-A3B",
+             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "config_groups": {
+                 "group_0": {"targets": ["model.language_model.layers.2.self_attn.o_proj"],
+                             "weights": {"num_bits": 8, "type": "float"}},
+                 "group_1": {"targets": ["model.language_model.layers.2.mlp.experts"],
+                             "weights": {"num_bits": 4, "type": "float", "group_size": 16}}}},
+             "b200", ("NVFP4 experts, FP8", 0.5625, 1.0, "bfloat16")),
+            ("Qwen3-30B-A3B",
+             {"quant_method": "compressed-tensors", "config_groups": {
+                 "group_0": {"targets": ["re:.*experts.*"], "weights": {"num_bits": 8, "type": "float"}}}},
+             "h100", ("FP8 experts", 1.0, 2.0, "fp8")),
+            ("Qwen3-30B-A3B", {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*self_attn.*": {}}}, "h100",
+             ("INT4 experts", 0.515625, 2.0, "bfloat16")),
+        ], 2),
         ("Qwen3-30B-A3B", {"quant_method": "aqlm"}, "h200",
          ("bfloat16 (the method aqlm is not planned)", 2.0, 2.0, "bfloat16")),
         pytest.param("DeepSeek-V4-Flash", {}, "h100", ("MXFP4 experts, FP8", 0.53125, 1.0, "fp8"),
@@ -464,6 +487,11 @@ def test_a_server_holds_weights_as_the_checkpoint_says(
         work.tokens * work.experts_per_token / tp * work.row_width,
     )
     assert roofline.steps(work, layer, 1)["experts"] == pytest.approx(read + rows)
+    # What is left out of a quantisation to FP8 is multiplied in bfloat16.
+    if stored.name == "FP8 experts":
+        whole = replace(roofline, stored=replace(stored, others=1.0))
+        left_out = roofline.steps(work, layer, 1)["attention b"]
+        assert left_out > whole.steps(work, layer, 1)["attention b"]
     # A training holds them in bfloat16, whatever the checkpoint says.
     trained = published(name, changes | few, {"length": 64})
     assert trained.stored.name == "bfloat16"

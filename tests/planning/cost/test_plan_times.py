@@ -769,6 +769,9 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
         {"quant_method": "gptq", "bits": "four"},
         {"quant_method": "gptq", "bits": 4, "group_size": None},
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},
+        {"quant_method": "fp8", "modules_to_not_convert": 3},
+        {"quant_method": "fp8", "modules_to_not_convert": [{}]},
+        {"quant_method": "compressed-tensors", "ignore": ["re:("]},
     ],
 )
 def test_a_damaged_quantisation_is_one_line_that_says_how_to_plan_without_it(
