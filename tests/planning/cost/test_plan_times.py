@@ -772,6 +772,10 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
         {"quant_method": "fp8", "modules_to_not_convert": 3},
         {"quant_method": "fp8", "modules_to_not_convert": [{}]},
         {"quant_method": "compressed-tensors", "ignore": ["re:("]},
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"group_size": 32}},
+        },
     ],
 )
 def test_a_damaged_quantisation_is_one_line_that_says_how_to_plan_without_it(
