@@ -848,6 +848,13 @@ def test_the_command_calibrates_and_tells_what_it_did(
         "are folded into the weights of 3 layers, which are therefore not the"
         " original's. Data: `text.jsonl`" in card
     )
+    capsys.readouterr()
+    for number, other in enumerate((["convert", "--layers", "all"], ["unconvert"])):
+        assert main([*other, str(out), str(tmp_path / f"other{number}")]) == 0
+        assert (
+            f"{out}: its weights were calibrated for its own connectivity (layers"
+            " [1, 2, 3], " in capsys.readouterr().err
+        )
     for again in (out, base):  # a calibrated model, and a folder that exists
         capsys.readouterr()
         assert (
