@@ -12,6 +12,7 @@ Not covered: code that a checkpoint brings, unless the caller asks for it; writi
 from __future__ import annotations
 
 import codecs
+import contextlib
 import copy
 import functools
 import hashlib
@@ -49,6 +50,7 @@ def read_text(path: Path, expected: str = "a text file", hint: str = "") -> str:
     advice = hint and f"; {hint}"
     try:
         check_regular(path, hint)
+        check_fetched(path)
         # Windows editors begin a file with a byte order mark, which is no text.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -86,6 +88,21 @@ def check_regular(path: Path, hint: str = "") -> None:
         raise UserError(
             f"{path}: is {kind}, a regular file is needed{hint and f'; {hint}'}"
         )
+
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def check_fetched(path: Path) -> None:
+    """Raise UserError where a file is only the pointer that a clone without Git LFS has
+    in its place.
+    """
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise UserError(
+                f"{path}: is a pointer of Git LFS, not the file; run `git lfs install`"
+                " and `git lfs pull` in the clone, or use `hf download`"
+            )
 
 
 def check_is_file(path: Path) -> None:

@@ -438,6 +438,19 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+def check_is_new(path: Path) -> None:
+    """Raise UserError where a path is that of anything but an empty folder."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UserError(
+            f"{path}: exists and is not a folder; choose another destination"
+        )
+    if path.is_dir() and not is_empty(path):
+        raise UserError(
+            f"{path}: exists and is not empty; choose another destination or remove it"
+            " first"
+        )
+
+
 @contextlib.contextmanager
 def new_folder(
     path: Path, mark: str | None = None, kind: str = "", *, replaces: bool = True
@@ -461,17 +474,8 @@ def new_folder(
     if replaces and path.is_symlink():
         path = path.resolve()
     with writing(path):
-        if not replaces and (
-            path.is_symlink() or (path.exists() and not path.is_dir())
-        ):
-            raise UserError(
-                f"{path}: exists and is not a folder; choose another destination"
-            )
-        if not replaces and path.is_dir() and not is_empty(path):
-            raise UserError(
-                f"{path}: exists and is not empty; choose another destination or remove"
-                " it first"
-            )
+        if not replaces:
+            check_is_new(path)
         _check_place(path, mark, kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside(path) as temporary:

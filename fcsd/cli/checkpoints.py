@@ -52,11 +52,13 @@ def _warn_uncalibrated(out: str) -> None:
     """
     from fcsd.model.connectivity.checkpoint import read_config
     from fcsd.model.connectivity.load import load_config
+    from fcsd.model.connectivity.spec import changed_by
     from fcsd.model.families import moe_mask
 
     checkpoint = read_config(Path(out))
     family, connectivity = checkpoint.family, checkpoint.connectivity
-    if family is None or connectivity is None:
+    # Weights that were calibrated or trained are no copies, and cannot be calibrated.
+    if family is None or connectivity is None or changed_by(checkpoint.config):
         return
     has_shared = family.block_shared or family.layer_shared
     mask = moe_mask(load_config(checkpoint), family)

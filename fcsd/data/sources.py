@@ -28,6 +28,7 @@ from datasets.utils.file_utils import xopen
 
 from fcsd.base.artifact import without_none
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import check_fetched
 from fcsd.base.memory import check_shared_memory
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
@@ -215,7 +216,8 @@ def _loading_error(path: Path, source: SourceConfig, error: Exception) -> UserEr
             f"{name}: no such file or folder, and the Hub did not give a data set of"
             f" this name: {reason}"
         )
-    for file in sorted(path.rglob("*.json*")) if path.is_dir() else [path]:
+    for file in sorted(path.rglob("*.[jp]*")) if path.is_dir() else [path]:
+        check_fetched(file)
         if broken := broken_line(file):
             return UserError(f"data set {file}{broken}")
     advice = "; correct the file, or fetch it again" if path.is_file() else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import data_dir, read_json
+from fcsd.base.files import check_fetched, data_dir, read_json
 from fcsd.base.strict import refuse
 from fcsd.base.writing import inside, make_folder, write_json, writing
 from fcsd.data.local import data_fingerprint, is_path, making_of
@@ -95,19 +95,24 @@ def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
 
 
 def damaged_file(location: str) -> str:
-    """Name a parquet file in a folder that cannot be read completely, and the reason;
-    "" if there is none.
+    """Name a parquet file in a folder that cannot be read completely, or a file that
+    was not fetched, and the reason; "" if there is none.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     for file in (
-        sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ()
+        sorted(Path(location).rglob("*.[jp]*")) if Path(location).is_dir() else ()
     ):
         try:
+            check_fetched(file)
             # Damage may lie anywhere in the file, so all of it is read.
-            for _ in ParquetFile(file).iter_batches():
+            for _ in (
+                ParquetFile(file).iter_batches() if file.suffix == ".parquet" else ()
+            ):
                 pass
+        except UserError as error:
+            return str(error)
         except (OSError, pyarrow.ArrowException) as error:
             return f"{file}: is damaged ({first_line(error)}); fetch it again"
     return ""

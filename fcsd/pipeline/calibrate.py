@@ -24,8 +24,8 @@ from fcsd.base.files import read_sealed, write_sealed
 from fcsd.base.text import calibration_kl_text
 from fcsd.base.writing import (
     check_folder_place,
+    check_is_new,
     discard_folder,
-    is_empty,
     replace_folder,
     sweep,
     write_json,
@@ -203,13 +203,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
             print(f"calibrate: finished before, in {out}", file=sys.stderr)
         launch.ranks.from_first(lambda: _discard_work(run))
         return
-    if launch.ranks.from_first(
-        lambda: out.exists() and not (out.is_dir() and is_empty(out))
-    ):
-        raise UserError(
-            f"{out}: exists and is not empty; choose another destination or remove it"
-            " first"
-        )
+    launch.ranks.from_first(lambda: check_is_new(out))
     check_folder_place(out)
     check_folder_place(
         Path(recipe.output_dir),

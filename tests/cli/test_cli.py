@@ -323,8 +323,13 @@ def test_a_folder_of_someone_else_is_not_written_into(
         own,
         message=r"distill: exists and holds no trace",
     )
-    unfinished = own.rename(bench.folder / "out.partial")
     text = ("--text", str(bench.rows))
+    for command in (["convert"], ["calibrate", *text], ["quantize"]):
+        refused(
+            *command, bench.base, own / "thesis.txt",
+            message=r"thesis\.txt: exists and is not a folder; choose another",
+        )  # fmt: skip
+    unfinished = own.rename(bench.folder / "out.partial")
     refused(
         "calibrate", bench.base, bench.folder / "out", *text,
         message=r"out\.partial: exists and holds no unfinished calibration; choose another",

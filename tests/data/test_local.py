@@ -62,6 +62,7 @@ def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(
         ("blank.jsonl", b'{"text": "a", "n": [1]}\n\n{"text": "b"}\n', "line 2: is blank; remove it"),
         ("empty.parquet", None, "is empty; give a file or a split with rows"),
         ("cut.parquet", b"PAR1", "parquet.*; correct the file, or fetch it again"),
+        ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "lfs.parquet: is a pointer of Git LFS"),
         ("nowhere", b"", "no such file or folder, and the Hub did not give"),
         ("", b"", "data set '': is not a path; name a file"),
     ],

@@ -167,6 +167,9 @@ def test_a_damaged_parquet_file_is_named_with_its_task(
     line = error_of(words(model, root, task), capsys)
     assert line.startswith(f"task {task['task']}: {path}: is damaged (")
     assert line.endswith("; fetch it again")
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    line = error_of(words(model, root, task), capsys)
+    assert line.startswith(f"task {task['task']}: {path}: is a pointer of Git LFS")
 
 
 def test_a_wrong_column_of_one_subject_of_mmlu_is_named(

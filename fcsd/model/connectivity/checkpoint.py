@@ -16,6 +16,7 @@ from typing import Any
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     TOKENIZER_FILES,
+    check_fetched,
     check_regular,
     decoded_floats,
     file_state,
@@ -67,7 +68,6 @@ _FETCHED = (
 """What is fetched from the Hub before the weight files that an index names. Code is
 stored, and run only where `trust_remote_code` allows it."""
 _FETCH_OR_REMOVE = "fetch it again, or remove it"
-_LFS_POINTER = b"version https://git-lfs"
 _NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
@@ -610,6 +610,7 @@ def check_carried(folder: Path) -> list[Path]:
     check_generation(folder)
     files = files_like(folder, CARRIED)
     for file in files:
+        check_fetched(file)
         if file.suffix == ".json":
             # Vocabularies are large: each is parsed once in a process.
             if (state := file_state(file)) not in _SOUND:
@@ -696,13 +697,7 @@ def read_header(file: Path) -> dict[str, tuple[Stored, int]]:
             f"{file}: cannot be read: {reason}; check its permissions and the disk"
         ) from None
     except (SafetensorError, ValueError) as error:
-        with file.open("rb") as opened:
-            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-        if is_pointer:
-            raise UserError(
-                f"{file}: is a pointer of Git LFS, not the weights; run `git lfs"
-                " install` and `git lfs pull` in the clone, or use `hf download`"
-            ) from None
+        check_fetched(file)
         raise UserError(
             f"{file}: damaged or incomplete safetensors file ({file.stat().st_size}"
             f" bytes; {error}); fetch it again"

@@ -40,7 +40,13 @@ from fcsd.model.connectivity.load import (
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.selection import selection_text
-from fcsd.model.connectivity.spec import Connectivity, outdated_layers
+from fcsd.model.connectivity.spec import (
+    Connectivity,
+    changed_by,
+    field_text,
+    is_converted,
+    outdated_layers,
+)
 from fcsd.model.families import PREFIX, Family, moe_mask, text_config
 
 # no path in it leads out of the folder
@@ -110,6 +116,7 @@ def convert_checkpoint(
             f" {field['layers']})"
         )
     misread = misread_here(checkpoint)
+    tell_changed(checkpoint, source)
     config = checkpoint.config | {
         "model_type": PREFIX + family.model_type,
         "architectures": [f"FarSkip{family.causal_lm}"],
@@ -176,6 +183,20 @@ def tell_first_layers(
     )
 
 
+def tell_changed(checkpoint: Checkpoint, source: Any) -> None:
+    """Say in one line that weights which were calibrated or trained for one connectivity
+    get another; nothing where they are the original's.
+    """
+    change = changed_by(checkpoint.config)
+    if change and is_converted(checkpoint.config):
+        print(
+            f"{source}: its weights were {change} for its own connectivity"
+            f" ({field_text(checkpoint.config['farskip'])}); with another one they give"
+            " neither this model nor the original",
+            file=sys.stderr,
+        )
+
+
 def tell_drafts(known: "_Checked", rewired: Sequence[int]) -> None:
     """Say in one line what becomes of the drafts of a checkpoint's layers for
     multi-token prediction; nothing where it has none, or no layer is rewired.
@@ -216,6 +237,7 @@ def unconvert_checkpoint(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'),"
             " so there is nothing to undo"
         )
+    tell_changed(checkpoint, source)
     config = checkpoint.config | {
         "model_type": family.model_type,
         "architectures": [family.causal_lm],

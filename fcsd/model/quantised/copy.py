@@ -37,7 +37,7 @@ from fcsd.base.weights import (
 )
 from fcsd.base.writing import (
     check_folder_place,
-    is_empty,
+    check_is_new,
     make_folder,
     write_json,
     writing,
@@ -79,11 +79,7 @@ class Copy:
 def check_destination(destination: Path) -> None:
     """Raise UserError if the destination exists."""
     check_weights_path(destination)
-    if destination.exists() and not (destination.is_dir() and is_empty(destination)):
-        raise UserError(
-            f"{destination}: exists and is not empty; choose another destination or"
-            " remove it first"
-        )
+    check_is_new(destination)
 
 
 def write_copy(

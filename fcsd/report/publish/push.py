@@ -400,6 +400,7 @@ def _results(
     """Read the result of this checkpoint and compare it with the original's; refuse a
     result of other weights.
     """
+    result, samples = read_any_result(converted)
     if manifest := read_manifest(converted):
         measured = manifest["inputs"].get("model")
         if measured is not None and measured != weights_fingerprint(source):
@@ -413,7 +414,6 @@ def _results(
             f" results never do); make sure that it was measured on {source}",
             file=sys.stderr,
         )
-    result, samples = read_any_result(converted)
     original_result, original_samples = read_any_result(original, like=result)
     return result, compare(
         {"result": original_result, "samples": original_samples},

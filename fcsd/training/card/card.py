@@ -21,7 +21,7 @@ from fcsd.base.text import (
 )
 from fcsd.model.connectivity.extra_tensors import promised_layers
 from fcsd.model.connectivity.modeling import supported_transformers
-from fcsd.model.connectivity.spec import CALIBRATED
+from fcsd.model.connectivity.spec import CALIBRATED, changed_by
 from fcsd.model.families import FAMILIES, base_model_type, serve_command
 from fcsd.training.card.facts import Facts, hub_id
 from fcsd.training.losses.objectives import OBJECTIVES
@@ -132,6 +132,8 @@ def _objective(training: Mapping[str, Any]) -> str:
 def _training(facts: Facts) -> str:
     training, calibrated = facts.training, _calibrated(facts)
     # The cases without a recorded training come first.
+    if training is None and changed_by(facts.config) == "trained":
+        return f"Rewired and trained with fcsd; how is not recorded. {calibrated}"
     if calibrated and (training is None or not _has_steps(training)):
         sources = measured = ""
         if training is not None:

@@ -20,7 +20,7 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import change_json, user_error
+from tests.support import change_json, few, user_error
 
 DEEP = b"[" * 100_000
 NO_OBJECT = {
@@ -71,6 +71,20 @@ def test_damaged_generation_settings_are_an_error_and_not_taken_for_missing(
 ) -> None:
     folder = damaged(whole, tmp_path, "generation_config.json", NO_OBJECT[kind])
     refused_by_all(folder, tmp_path / "out", r"generation_config\.json: .*fetch")
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(["tokenizer.model", "config.json", "tokenizer.json", "chat_template.jinja"], 2),
+)
+def test_a_pointer_of_git_lfs_is_not_taken_for_the_file(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\nsize 9\n"
+    folder = damaged(whole, tmp_path, name, pointer)
+    with user_error(rf"{name}: is a pointer of Git LFS, .*`git lfs pull`"):
+        convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])

@@ -530,6 +530,11 @@ def test_a_card_keeps_the_languages_and_names_of_the_originals_as_they_are_writt
         assert push(out, "me/x", "--dry-run", dry) == 0
         card = ModelCard.load(dry / "README.md")
         assert (card.data.language, card.data.license_name) == (languages, licence_name)
+    write_text(base / "README.md", "---\nlicense: [mit, apache-2.0]\n---\n")
+    assert push(out, "me/x", "--dry-run", tmp_path / "two") == 0
+    card = ModelCard.load(tmp_path / "two" / "README.md")
+    assert card.data.license == ["mit", "apache-2.0"]
+    assert "\nmit, apache-2.0. The weights derive from" in card.text
 
 
 @pytest.mark.parametrize(
@@ -725,6 +730,10 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
     assert (entry.dataset_id, entry.value) == ("a/code", 75.0)
     assert "0-shot" in entry.notes
     assert str(tmp_path) not in card.content
+    line = error_of(
+        capsys, checkpoint, "me/x", "--results", original, tmp_path, "--dry-run", tmp_path / "no",
+    )  # fmt: skip
+    assert "holds no result of `fcsd evaluate`" in line
     other = evaluated(tmp_path / "other", "fcsd", base_checkpoint)
     line = error_of(
         capsys,

@@ -848,6 +848,23 @@ def test_the_command_calibrates_and_tells_what_it_did(
         "are folded into the weights of 3 layers, which are therefore not the"
         " original's. Data: `text.jsonl`" in card
     )
+    capsys.readouterr()
+    for number, other in enumerate((["convert", "--layers", "all"], ["unconvert"])):
+        assert main([*other, str(out), str(tmp_path / f"other{number}")]) == 0
+        message = capsys.readouterr().err
+        assert (
+            f"{out}: its weights were calibrated for its own connectivity (layers"
+            " [1, 2, 3], " in message
+        )
+        assert "calibrate before use" not in message
+    change_json(
+        out / "config.json", {"farskip_trained": True}
+    )  # as a training leaves it
+    (out / "manifest.json").unlink()
+    push(out, "me/model", dry_run=tmp_path / "trained")
+    card = (tmp_path / "trained" / "README.md").read_text()
+    assert "Rewired and trained with fcsd; how is not recorded. Calibrated with" in card
+    assert "not trained" not in card
     for again in (out, base):  # a calibrated model, and a folder that exists
         capsys.readouterr()
         assert (
