@@ -375,7 +375,8 @@ def _layers_options(parser: ArgumentParser) -> None:
         metavar="TEXT",
         help=(
             "also measure every selection with weights calibrated (`fcsd calibrate`) on"
-            " this text, in the format of --text; it must differ from the measured text"
+            " this text (up to 262,144 tokens), in the format of --text; it must differ"
+            " from the measured text, and a short one takes less time"
         ),
     )
     task_arguments(parser, "measure this task")
