@@ -47,6 +47,9 @@ _BESIDE: dict[str, tuple[str, ...]] = {
     "text": (),
 }
 
+PATH_AND_COLUMNS = "{{path: {}, columns: {}}}"
+"""How a recipe writes a source."""
+
 _CHATS = ("messages", "response", "completion")
 _NOT_TEXT = "fcsd distils text only"
 _A_PREFERENCE = (
@@ -120,7 +123,7 @@ def column_meanings(
     path: str,
     names: Sequence[str],
     columns: Mapping[Any, str] | None,
-    form: str = "{{path: {}, columns: {}}}",
+    form: str = PATH_AND_COLUMNS,
 ) -> dict[Any, str]:
     """Return the columns to read: meaning -> name of the column.
 

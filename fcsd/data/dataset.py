@@ -84,7 +84,7 @@ def build_dataset(
     if pad_token_id is None:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"
-            " token"
+            " token; name one in its tokenizer_config.json (pad_token or eos_token)"
         )
     names_of_tokenizing = {field.name for field in fields(Tokenizing)} & options.keys()
     tokenizing = {name: options.pop(name) for name in names_of_tokenizing}

@@ -30,7 +30,7 @@ from fcsd.base.artifact import without_none
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import check_fetched
 from fcsd.base.memory import check_shared_memory
-from fcsd.data.columns import column_meanings
+from fcsd.data.columns import PATH_AND_COLUMNS, column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.local import (
     FILE_FORMATS,
@@ -173,24 +173,24 @@ class Opened:
         return len(self.files) or 1
 
 
-def open_source(source: Any) -> Opened:
-    """Open `source`, and identify its columns by its first example. Raises as
-    `load_source`.
+def open_source(source: Any, form: str = PATH_AND_COLUMNS) -> Opened:
+    """Open `source`, and identify its columns by its first example. form: as
+    `column_meanings`. Raises as `load_source`.
     """
     if isinstance(source, GivenSource):
         return Opened(
             source, source.examples, isinstance(source.examples, datasets.Dataset)
         )
-    return _open_at(check_place(source), source)
+    return _open_at(check_place(source), source, form)
 
 
-def _open_at(path: Path, source: SourceConfig) -> Opened:
+def _open_at(path: Path, source: SourceConfig, form: str = PATH_AND_COLUMNS) -> Opened:
     check_shared_memory()
     try:
         with fresh_cache(path):
             opened = _open(path, source)
             first = _first_example(opened.examples, source)
-            columns = column_meanings(source.path, list(first), source.columns)
+            columns = column_meanings(source.path, list(first), source.columns, form)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty_error(source) from None
     except (

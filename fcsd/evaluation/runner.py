@@ -328,6 +328,7 @@ class PreparedEvaluation:
             chat_template = text_hash(
                 json.dumps(tokenizer.chat_template, sort_keys=True)
             )
+        suite = self._recorded_suite(facts)
         settings = {
             "limit": config.limit,
             "batch_size": config.batch_size,
@@ -337,8 +338,8 @@ class PreparedEvaluation:
             "chat_template_sha256": chat_template,
             "template_date": date,
             "fewshot_seed": FEWSHOT_SEED,
-            "decoding": "greedy, except in rows with a temperature",
-            "suite": self._recorded_suite(facts),
+            "decoding": _decoding(suite),
+            "suite": suite,
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }
         return whole_result(
@@ -352,3 +353,13 @@ class PreparedEvaluation:
             generation = facts[row["task"]].get("generation", {})
             row |= {key: generation[key] for key in generation if row.get(key) is None}
         return suite
+
+
+def _decoding(suite: Row) -> str:
+    """Say how the tasks of a recorded suite decode."""
+    sampled = [
+        f"{row['task']} at temperature {row['temperature']:g}"
+        for row in suite["tasks"]
+        if row.get("temperature")
+    ]
+    return f"greedy, except {', '.join(sampled)}" if sampled else "greedy"

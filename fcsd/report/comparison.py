@@ -322,12 +322,13 @@ def tables(comparisons: Comparisons) -> list[str]:
                 f"{name}, task by task ({len(comparison['tasks'])} tasks)", table
             )
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), table]
-    own_text = any(
+    kinds = {
         is_distance(row)
         for comparison in comparisons.values()
         for row in comparison["tasks"].values()
-    )
-    return [*parts, LEGEND, *([OWN_TEXT_LEGEND] if own_text else [])]
+    }
+    legends = {False: LEGEND, True: OWN_TEXT_LEGEND}
+    return [*parts, *(legends[kind] for kind in sorted(kinds))]
 
 
 def figure_parts(figures: Mapping[str, str]) -> list[str]:

@@ -81,6 +81,11 @@ def models_table(
     return _with_notes(markdown(header, rows), [*written, *notes])
 
 
+def _metric(row: Row) -> str:
+    """Name a task's metric; where it is no score, with its unit and direction."""
+    return row["metric"] + (" (nats, less is better)" if is_distance(row) else "")
+
+
 def _answer_notes(
     name: str, num_items: int, at_limit: int | None, thoughts: int | None
 ) -> list[str]:
@@ -218,8 +223,7 @@ def paired_table(comparison: Comparison) -> str:
     rows = [
         [
             task if row["headline"] else f"{task} (not in the mean)",
-            row["metric"].removesuffix(",none")
-            + (" (nats)" if is_distance(row) else ""),
+            _metric(row).removesuffix(",none"),
             str(row["num_fewshot"]),
             str(row["num_items"]),
             *_scores(row),
@@ -321,7 +325,7 @@ def score_table(result: Result) -> str:
         if total != row["num_items"]:
             items = f"{items} of {total}"
         score = figure_text(row)
-        rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
+        rows.append([task, _metric(row), str(row["num_fewshot"]), items, score])
         if "base" in row:
             base = with_error(percent(row["base"]["value"]), row["base"]["stderr"])
             rows.append(

@@ -23,7 +23,8 @@ class Unit:
         """Format `97.5`; `-` for none."""
         if value is None or not math.isfinite(value):
             return "-"
-        return f"{self.scale * value:.{self.decimals}f}"
+        text = f"{self.scale * value:.{self.decimals}f}"
+        return text if float(text) else text.removeprefix("-")
 
     def with_error(self, value: str, stderr: float | None) -> str:
         """Format `97.5 ± 1.1`; `97.5 ± –` for one item."""
@@ -94,8 +95,9 @@ LEGEND = (
 OWN_TEXT_LEGEND = (
     "own_text_kl: KL(model || original) in nats a token, along the model's own samples;"
     " less is better, and the original's is 0, so that what a model has is its distance"
-    " from it and not the outcome of a test; two models are compared by Student's paired"
-    " t-test (docs/evaluate.md)."
+    " from it and not the outcome of a test. The error is one standard error over"
+    " prompts; gained and lost: prompts where the model diverges less, or more. Two"
+    " models are compared by Student's paired t-test (docs/evaluate.md)."
 )
 
 

@@ -733,6 +733,8 @@ def test_in_a_narrow_terminal_the_table_has_no_scores_of_tasks_and_sentences_are
 
 def test_what_is_not_known_is_a_dash() -> None:
     assert (percent(None), percent(float("nan")), percent(0.5)) == ("-", "-", "50.0")
+    # A value that rounds to 0 has no sign.
+    assert percent(-0.0001) == "0.0"
     assert (with_error("50.0", None), with_error("50.0", 0.01)) == (
         "50.0 ± –",
         "50.0 ± 1.0",

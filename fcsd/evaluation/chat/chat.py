@@ -100,13 +100,18 @@ class Speaker:
         """The longest sequence that the model's config says it takes."""
         return num_positions(self.model.config)
 
+    def samples(self, greedy: bool) -> bool:
+        """Return whether tokens are drawn; at temperature 0 they are the likeliest."""
+        generation: Any = self.model.generation_config
+        return not greedy and bool(generation.do_sample) and generation.temperature != 0
+
     def settings(self, greedy: bool) -> str:
         """Describe how the model chooses tokens and where it computes: `temperature
         0.3, top_p 0.95; bfloat16 on cuda:0`.
         """
         generation: Any = self.model.generation_config
         description = "greedy"
-        if generation.do_sample and not greedy:
+        if self.samples(greedy):
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             values = {name: getattr(generation, name, None) for name in names}
             if values["repetition_penalty"] == 1:  # which changes nothing
@@ -373,7 +378,7 @@ class Reply:
         }
         # transformers warns of sampling settings with greedy decoding, so they are
         # cleared.
-        if greedy:
+        if not speaker.samples(greedy):
             self._options |= {
                 "do_sample": False,
                 "temperature": None,

@@ -23,6 +23,9 @@ from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.datasets import dataset_location, reading
 from fcsd.evaluation.results import text_hash
 
+# How a suite writes columns, in advice.
+_COLUMNS = "columns: {1}, or of prompts without answers {{prompt: NAME}}"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -60,7 +63,7 @@ def load_prompts(
         columns=columns,
     )
     with reading(row, data_root, location):
-        opened = open_source(source)
+        opened = open_source(source, _COLUMNS)
     found = prompts_in(
         row,
         opened.examples,

@@ -175,6 +175,12 @@ def test_greedy_overrules_settings_that_sample(
     torch.manual_seed(0)
     said([speaker], "hello", max_new_tokens=12)
     assert speaker.messages[-1]["content"] != greedy
+    # transformers refuses to sample at temperature 0.
+    cold = load_speaker(str(folder))
+    cold.model.generation_config.temperature = 0.0
+    assert cold.settings(False) == "greedy; float32 on cpu"
+    said([cold], "hello", max_new_tokens=12)
+    assert cold.messages[-1]["content"] == greedy
 
 
 def test_a_reply_that_the_limit_ended_says_so_and_one_that_the_model_ended_does_not(

@@ -119,6 +119,11 @@ def test_a_distance_from_the_original_is_told_and_not_tested(
     )
     figures = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert figures == {"own_texts.png", "own_chats.png"}
+    # Unit, direction and decoding are told; rules for scores in per cent are not.
+    assert "own_text_kl (nats, less is better)" in printed
+    page_text = (tmp_path / "out/comparison.md").read_text()
+    assert "Per cent" not in page_text and "McNemar" not in page_text
+    assert "greedy, except own_texts at temperature 1, own_chats at" in page_text
 
 
 def test_of_two_conversions_the_one_with_the_smaller_divergence_gains(
@@ -261,6 +266,11 @@ def test_what_is_missing_is_one_line(
     longer = error(texts | alone, options=named)
     assert "long.jsonl, row 2: a prompt of 900 tokens" in longer
     assert "take that row out" in longer and "lower max_new" not in longer
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "hello"}])
+    alone = {"dataset": str(tmp_path / "prompts.jsonl")}
+    nameless = error(texts | alone, options=named)
+    assert "or of prompts without answers {prompt: NAME}" in nameless
+    assert "{path:" not in nameless
     assert "no such folder" in error(texts, options=("--original", tmp_path / "none"))
     converted = error(texts, options=("--original", place / "all"))
     assert "all: is named as the original, but is converted itself" in converted
