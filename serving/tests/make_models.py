@@ -162,6 +162,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_latent_size": 96,
         "mamba_num_heads": 8,
         "mamba_head_dim": 32,
+        "n_groups": 4,  # as many ranks share them
         "ssm_state_size": 16,
         "chunk_size": 16,
     },

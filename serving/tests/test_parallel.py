@@ -1,5 +1,5 @@
-"""Two ranks: tensor and expert parallel, blocking and overlapped, are right and in
-order; mutants are not.
+"""Two and four ranks: tensor and expert parallel, blocking and overlapped, are right and
+in order; mutants are not.
 """
 
 import json
@@ -49,9 +49,18 @@ if BREADTH:
         for layout in ("tp", "ep", "async", "async_ep")
     ]
     RIGHT += [case for case in every if case not in RIGHT]
+OF_FOUR = ["qwen2_moe-all:async_ep", "nemotron_h-all:async_ep"]
+if BREADTH:
+    OF_FOUR += [
+        f"{family}-all:async_ep"
+        for family in (
+            "qwen3_moe", "deepseek_v2", "minimax_m2", "granitemoeshared", "gemma4_text",
+        )
+    ]  # fmt: skip
 WRONG = [
     "qwen3_moe-all:timed:wait_early", "qwen3_moe-all:timed:wait_late", "qwen3_moe-all:async:forget_all_reduce",
     "qwen2_moe-all:async:reduce_shared_twice", "deepseek_v2-all:async:leave_dense_stock",
+    "nemotron_h-all:timed:wait_early", "nemotron_h-all:timed:wait_late", "nemotron_h-all:async:forget_all_reduce",
 ]  # fmt: skip
 
 
@@ -110,6 +119,27 @@ def test_two_stages_of_a_pipeline_compute_what_load_model_computes(
         assert "error" not in result, result["error"]
         assert (result["equal"], result["original"]) == (4, 0)
         assert result["worst"] < BOUND
+
+
+@pytest.fixture(scope="module")
+def of_four(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    return run_ranks(
+        models, tmp_path_factory.mktemp("four") / "results", OF_FOUR, ranks=4
+    )
+
+
+@pytest.mark.parametrize("case", OF_FOUR)
+def test_four_ranks_compute_what_load_model_computes_in_the_order_of_two(
+    case: str, of_four: dict[str, Any]
+) -> None:
+    step = orders.events(orders.OF_CASE[case.partition(":")[0]], ranks=2)
+    assert len(of_four[case]) == 4
+    for result in of_four[case]:
+        assert "error" not in result, result["error"]
+        assert (result["equal"], result["original"]) == (4, 0)
+        assert result["worst"] < BOUND and result["events"] == step * 16
 
 
 @pytest.mark.parametrize("case", RIGHT)

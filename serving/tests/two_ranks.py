@@ -1,5 +1,5 @@
-"""Run cases on two ranks, each with a whole engine in its process (`torchrun`, executor
-`external_launcher`).
+"""Run cases on two or four ranks, each with a whole engine in its process (`torchrun`,
+executor `external_launcher`).
 
     torchrun --nproc-per-node 2 two_ranks.py MODELS RESULTS CASE …
 
@@ -68,14 +68,14 @@ def wait_late(llm: Any) -> None:
 
 
 def forget_all_reduce(llm: Any) -> None:
-    """The routed outputs of layer 1 are not summed."""
+    """The routed outputs of the second layer are not summed."""
     schedule = engine.schedules_of(llm)[1]
     start, wait = schedule._start, schedule._wait
     schedule._start = lambda x, what: x.clone() if what == "routed" else start(x, what)
     following = engine.schedules_of(llm)[2]
     wait = following._wait
     following._wait = lambda x, what, index=None: (
-        x if (what, index) == ("routed", 1) else wait(x, what, index)
+        x if what == "routed" else wait(x, what, index)
     )
 
 
@@ -122,7 +122,7 @@ def run(case: str, models: Path) -> dict[str, Any]:
         distributed_executor_backend="external_launcher",
         additional_config=settings,
         seed=0,
-        **{"tensor_parallel_size": 2, **options},
+        **{"tensor_parallel_size": int(os.environ["WORLD_SIZE"]), **options},
     )
     try:
         for mutant in mutants:
