@@ -78,7 +78,7 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
             f"config.json: {FIELD}: {quantisation!r:.200}: cannot be read; correct it, or"
             " plan with --dtype bfloat16"
         ) from None
-    if experts.name == others.name:
+    if experts.experts == others.others:
         return experts
     # Attention in bfloat16 is understood.
     names = [f"{experts.name} experts", others.name]
