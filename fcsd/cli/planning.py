@@ -355,6 +355,7 @@ def _layers_options(parser: ArgumentParser) -> None:
     from fcsd.model.config import ModelConfig
     from fcsd.planning.layers.settings import Study
 
+    most_tokens = Study.model_fields["calibration_tokens"].default
     model_argument(parser)
     parser.add_argument(
         "--output",
@@ -375,8 +376,8 @@ def _layers_options(parser: ArgumentParser) -> None:
         metavar="TEXT",
         help=(
             "also measure every selection with weights calibrated (`fcsd calibrate`) on"
-            " this text (up to 262,144 tokens), in the format of --text; it must differ"
-            " from the measured text, and a short one takes less time"
+            f" this text (up to {most_tokens:,} tokens), in the format of --text; it must"
+            " differ from the measured text, and a short one takes less time"
         ),
     )
     task_arguments(parser, "measure this task")

@@ -69,6 +69,14 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     return f"{location}@{revision or 'main'}"
 
 
+def data_files(place: Path) -> list[Path]:
+    """Return the files that `datasets` would read below a folder, sorted; of a file,
+    itself.
+    """
+    files = sorted(place.rglob("*")) if place.is_dir() else [place]
+    return [file for file in files if FILE_FORMATS.keys() & {*file.suffixes}]
+
+
 def check_data(location: str) -> Path:
     """Refuse an empty name, which would be the current folder, and special files, as
     data or in a folder of data: reading them might wait forever or never end. Return

@@ -35,6 +35,7 @@ from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.local import (
     FILE_FORMATS,
     check_data,
+    data_files,
     fresh_cache,
     is_path,
     making_of,
@@ -216,7 +217,7 @@ def _loading_error(path: Path, source: SourceConfig, error: Exception) -> UserEr
             f"{name}: no such file or folder, and the Hub did not give a data set of"
             f" this name: {reason}"
         )
-    for file in sorted(path.rglob("*.[jp]*")) if path.is_dir() else [path]:
+    for file in data_files(path):
         check_fetched(file)
         if broken := broken_line(file):
             return UserError(f"data set {file}{broken}")

@@ -21,7 +21,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_fetched, data_dir, read_json
 from fcsd.base.strict import refuse
 from fcsd.base.writing import inside, make_folder, write_json, writing
-from fcsd.data.local import data_fingerprint, is_path, making_of
+from fcsd.data.local import data_files, data_fingerprint, is_path, making_of
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of the rows
@@ -101,16 +101,14 @@ def damaged_file(location: str) -> str:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    for file in (
-        sorted(Path(location).rglob("*.[jp]*")) if Path(location).is_dir() else ()
-    ):
+    folder = Path(location)
+    for file in data_files(folder) if folder.is_dir() else ():
         try:
             check_fetched(file)
-            # Damage may lie anywhere in the file, so all of it is read.
-            for _ in (
-                ParquetFile(file).iter_batches() if file.suffix == ".parquet" else ()
-            ):
-                pass
+            if file.suffix == ".parquet":
+                # Damage may lie anywhere in the file, so all of it is read.
+                for _ in ParquetFile(file).iter_batches():
+                    pass
         except UserError as error:
             return str(error)
         except (OSError, pyarrow.ArrowException) as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
-import two_ranks
+import tensor_ranks
 
 _CHUNKS = {
     "enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32, "max_num_seqs": 4,
@@ -210,4 +210,4 @@ def run(case: str, models: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    two_ranks.main(run, *sys.argv[1:])
+    tensor_ranks.main(run, *sys.argv[1:])

@@ -68,7 +68,7 @@ def run_ranks(
     models: Path,
     place: Path,
     cases: list[str],
-    script: Path = HERE / "two_ranks.py",
+    script: Path = HERE / "tensor_ranks.py",
     ranks: int = 2,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return every case's result on each rank, of one launch of as many processes."""

@@ -2,7 +2,6 @@
 and in the same way after a resume.
 """
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import make_bench, user_error
+from tests.support import history, make_bench, user_error
 
 
 def test_a_training_drops_counts_and_continues_with_the_same_capacity(
@@ -46,11 +45,9 @@ def test_a_training_drops_counts_and_continues_with_the_same_capacity(
     ):  # fmt: skip
         taken.clear()
         assert main(["distill", str(bench.recipe(name, train=train | more))]) == 0
-        lines = (
-            (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
-        )
-        losses[name] = [json.loads(line)["loss"] for line in lines]
-        shares = [json.loads(line).get("dropped_share") for line in lines]
+        entries = history(bench, name)
+        losses[name] = [entry["loss"] for entry in entries]
+        shares = [entry.get("dropped_share") for entry in entries]
         if name == "none":
             assert shares == [None, None] and not taken
         else:

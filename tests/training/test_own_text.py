@@ -4,7 +4,6 @@ in float64 and TRL's loss on the same samples, and a run on ranks or after a kil
 
 import copy
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -46,6 +45,7 @@ from tests.support import (
     few,
     few_and_others,
     history,
+    json_lines,
     skip_unavailable,
     trained_weights,
     user_error,
@@ -397,7 +397,7 @@ def test_a_script_continues_with_another_batch_of_texts(
         arguments = FCSDConfig(
             output_dir=str(tmp_path / "script"), layers="all", disable_tqdm=True, **settings | changes
         )  # fmt: skip
-        rows = [json.loads(line) for line in bench.rows.read_text().splitlines()]
+        rows = json_lines(bench.rows)
         return FCSDTrainer(model=str(bench.base), args=arguments, train_dataset=rows)
 
     trainer().train()

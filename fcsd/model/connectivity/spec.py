@@ -138,6 +138,7 @@ class Connectivity:
         layers = field["layers"]
         # With the regular MLP input only these layers differ from regular ones.
         blocks = layout == "blocks"
+        # A published model's code refuses it, too (`rewire.check_field`), and has no fcsd.
         if layout == "parallel" and self.attention == "full" and layers:
             raise UserError(
                 "attention: full changes nothing here, because attention and MLP of a"

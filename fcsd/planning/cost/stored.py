@@ -123,8 +123,11 @@ def _stored(
 
 def _is_left_out(quantisation: Mapping[str, Any], names: Sequence[str]) -> bool:
     """Return whether a quantisation leaves a module as it is."""
-    # compressed-tensors and ModelOpt; ModelOpt; transformers' own methods; Quark
-    keys = ("ignore", "exclude_modules", "modules_to_not_convert", "exclude")
+    # compressed-tensors and ModelOpt; ModelOpt; transformers' own methods; vLLM's FP8;
+    # Quark
+    keys = (
+        "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "exclude",
+    )  # fmt: skip
     patterns = [pattern for key in keys for pattern in quantisation.get(key) or ()]
     # GPTQ: a regular expression, of which "-:" excludes what it matches
     dynamic = [key for key in quantisation.get("dynamic") or () if key.startswith("-:")]

@@ -453,6 +453,8 @@ def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
              {"quant_method": "compressed-tensors", "config_groups": {
                  "group_0": {"targets": ["re:.*experts.*"], "weights": {"num_bits": 8, "type": "float"}}}},
              "h100", ("FP8 experts", 1.0, 2.0, "fp8")),
+            ("Qwen3-30B-A3B", {"quant_method": "fp8", "ignored_layers": ["model.layers.2.self_attn.o_proj"]}, "h200",
+             ("FP8 experts", 1.0, 2.0, "fp8")),
             ("Qwen3-30B-A3B", {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*self_attn.*": {}}}, "h100",
              ("INT4 experts", 0.515625, 2.0, "bfloat16")),
             ("Qwen3-30B-A3B",

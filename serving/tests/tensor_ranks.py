@@ -1,7 +1,7 @@
 """Run cases on two or four ranks, each with a whole engine in its process (`torchrun`,
 executor `external_launcher`).
 
-    torchrun --nproc-per-node 2 two_ranks.py MODELS RESULTS CASE …
+    torchrun --nproc-per-node 2 tensor_ranks.py MODELS RESULTS CASE …
 
 A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANTS`. Rank
 R writes RESULTS.R, a line of JSON a case.
