@@ -122,6 +122,17 @@ class Strict(BaseModel):
         return key in cls.model_fields and cls.model_fields[key].is_required()
 
     @classmethod
+    def open_keys(cls) -> list[str]:
+        """Return the keys that can have a value; a record that can only leave one at
+        null does not offer it.
+        """
+        return [
+            key
+            for key, field in cls.model_fields.items()
+            if field.annotation is not type(None)
+        ]
+
+    @classmethod
     def has_keys_of(cls, value: Mapping[str, Any]) -> bool:
         """Tell whether plain data have the required keys and no unknown ones."""
         fields = cls.model_fields
@@ -146,7 +157,7 @@ class Strict(BaseModel):
         for key, entry in value.items():
             # The most specific explanation of an unknown key wins.
             if key not in cls.model_fields:
-                unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
+                unknown = f"unknown key{did_you_mean(str(key), cls.open_keys())}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             else:
                 for dotted_key, boolean in _booleans(

@@ -45,6 +45,7 @@ def _chat(arguments: Namespace) -> None:
 
 
 def _push(arguments: Namespace) -> None:
+    from fcsd.recipe.recipe import PublicationConfig
     from fcsd.report.publish.push import NewCard, push
 
     out = arguments.dry_run
@@ -52,9 +53,12 @@ def _push(arguments: Namespace) -> None:
     if out == Path():
         folder = arguments.folder.resolve()
         out = folder.with_name(f"{folder.name}-hub")
+    chosen = PublicationConfig.from_options(
+        {name: getattr(arguments, name) for name in ("base_model", "license")}
+    )
     card = NewCard(
-        arguments.base_model,
-        arguments.license,
+        chosen.base_model,
+        chosen.license,
         tuple(arguments.results) if arguments.results else None,
     )
     print(

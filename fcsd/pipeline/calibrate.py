@@ -35,6 +35,7 @@ from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.connectivity.export import tell_first_layers
+from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, begin_stage, finish_stage
@@ -92,7 +93,8 @@ def calibrate(
 
 def check_calibration(run: Run) -> None:
     """Refuse, before the text is read, what the calibration of a run cannot do: a model
-    or a connectivity that `calibratable` refuses, and too few tokens.
+    or a connectivity that `calibratable` refuses, tensors that do not fit the config,
+    and too few tokens.
     """
     recipe, section = run.recipe, run.recipe.calibration
     if section is None:
@@ -100,7 +102,8 @@ def check_calibration(run: Run) -> None:
             f"recipe {recipe.name}: has no `calibration` section; add one (see"
             " docs/convert.md)"
         )
-    calibratable(run.original, recipe.connectivity.spec)
+    checkpoint = calibratable(run.original, recipe.connectivity.spec)
+    check_tensors(checkpoint, *config_and_class(checkpoint))
     width = _width(run)
     if section.tokens < 4 * width:
         raise UserError(

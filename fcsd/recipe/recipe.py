@@ -222,6 +222,13 @@ class PublicationConfig(Strict):
             raise ValueError("owner/name on the Hub is needed, not an address")
         return name
 
+    @field_validator("license", "base_model")
+    @classmethod
+    def _check_not_blank(cls, name: str | None) -> str | None:
+        if name is not None and not name.strip():
+            raise ValueError("must not be blank; leave it out")
+        return name
+
 
 class StoppingBase(Strict):
     """Scoring while training, and stopping when the score no longer improves (paper

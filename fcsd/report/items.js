@@ -27,7 +27,8 @@ function outcome(item, model) {
   const [before, after] = [item.answers[0].score, item.answers[model].score];
   if (after > before) return "gained";
   if (after < before) return "lost";
-  return after > 0 ? "kept" : "never";
+  // Equal divergences are neither right nor wrong.
+  return after > 0 || item.answers[model].shown ? "kept" : "never";
 }
 
 function matches(item, model, kind, text) {

@@ -21,6 +21,7 @@ from tests.kills import Places, state_of
 from tests.support import (
     Bench,
     assert_killed,
+    change_json,
     command_words,
     few,
     in_a_fork,
@@ -296,3 +297,19 @@ def test_what_cannot_be_calibrated_is_refused_before_the_text_is_read(
     assert message in printed.strip().splitlines()[-1]
     assert "examples" not in printed
     assert not [*tmp_path.iterdir()]
+
+
+def test_tensors_that_do_not_fit_are_refused_before_the_text_is_read(
+    base_checkpoint: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(base_checkpoint, damaged)
+    change_json(damaged / "config.json", {"moe_intermediate_size": 8})
+    command = command_words("calibrate", damaged, tmp_path / "out", "--text", text)
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    assert "has shape" in printed.strip().splitlines()[-1]
+    assert "examples" not in printed

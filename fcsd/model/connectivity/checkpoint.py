@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -445,16 +445,10 @@ def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
         # never read.
         if is_config_only(folder):
             raise without_weights(folder)
-        pickled = sorted(
-            file.name
-            for pattern in ("*.bin", "*.pt", "*.pth")
-            for file in folder.glob(pattern)
-        )
-        hint = "; give a complete checkpoint"
-        if pickled:
-            hint = f"; {pickled[0]} is a pickle, convert it to safetensors first"
+        hint = pickle_advice(file.name for file in folder.iterdir())
         raise UserError(
-            f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}"
+            f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists;"
+            f" {hint or 'give a complete checkpoint'}"
         )
     weights.check_present(folder)
     if sentence := stale_index(folder, weights.passed_over):
@@ -475,6 +469,16 @@ def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
             dtypes=dtypes,
         )
     )
+
+
+def pickle_advice(names: Iterable[str]) -> str:
+    """Return what to do with weights that only pickles hold, by the names of a
+    checkpoint's files; "" where none is a pickle.
+    """
+    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+    if not pickles:
+        return ""
+    return f"{pickles[0]} is a pickle, convert it to safetensors first"
 
 
 def read_without_weights(folder: Path) -> Checkpoint:

@@ -86,13 +86,13 @@ class Connectivity:
         """
         layers = resolve_layers(self.layers, moe_mask)
         mlp: str | list[int] = self.mlp  # type: ignore[assignment]
-        if layers and self.mlp not in ("outdated", "full"):
+        by_name = isinstance(self.mlp, list)
+        if by_name or (layers and self.mlp not in ("outdated", "full")):
             chosen = resolve_layers(self.mlp, moe_mask, "mlp")
             outdated = [layer for layer in chosen if layer in layers]
             # A list names its layers one by one; a rule such as last:50% may also name
             # others, but not only others.
-            named = isinstance(self.mlp, list) or not outdated
-            if named and outdated != chosen:
+            if (by_name or not outdated) and outdated != chosen:
                 regular = sorted(set(chosen) - set(layers))
                 raise UserError(
                     f"mlp: layer {regular[0]} is not rewired; select it with `layers`,"

@@ -2,6 +2,7 @@
 there are any.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from fcsd.model.connectivity.checkpoint import (
     files_like,
     first_line,
     local_folder,
+    pickle_advice,
 )
 from fcsd.model.families import FAMILIES, check_sizes, null_sizes, refused_config
 from fcsd.model.inspect.memory import BYTES
@@ -61,6 +63,8 @@ class Source:
     """The checkpoint was written by `fcsd convert --config-only`."""
     shipped: bool = False
     """The config is the one that ships with fcsd: the Hub did not give it."""
+    pickle_advice: str = ""
+    """What to do with weights that only pickles hold."""
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -111,6 +115,7 @@ def _local(folder: Path) -> Source:
         quantisation,
         complete,
         is_config_only(folder),
+        pickle_advice="" if names else pickle_advice(os.listdir(folder)),
     )
 
 
@@ -162,7 +167,14 @@ def _remote(name: str, revision: str | None) -> Source:
         with suppress(Exception):  # optional, like the sizes
             quantisation = modelopt_quantisation(_read_remote(name, MODELOPT, revision))
     loaded = _loaded(name, revision, sizes, config)
-    return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=quantisation)
+    return Source(
+        config,
+        f"{name}: {CONFIG}",
+        loaded,
+        (),
+        quantisation=quantisation,
+        pickle_advice="" if loaded else pickle_advice(file.rfilename for file in files),
+    )
 
 
 def _fetched(name: str, revision: str | None, *, once: bool) -> Path:

@@ -106,6 +106,9 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
             f" missing, the first is {source.missing_files[0]}; fetch the checkpoint"
             " again"
         )
+    if source.pickle_advice and facts["can_be_converted"]:
+        facts["can_be_converted"] = False
+        facts["reason"] = f"no weights in safetensors; {source.pickle_advice}"
     # Last, because it reads the others' results: headers are read only for checkpoints
     # that can be converted.
     facts |= _of_weights(source, facts)

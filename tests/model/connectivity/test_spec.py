@@ -133,6 +133,7 @@ def test_a_connectivity_survives_its_config_field():
         ("first:3", "first:2", [0, 1]),
         ("first:3", "1,2", [1, 2]),
         ("none", "last:2", "outdated"),
+        ("none", "0", None),
     ],
 )
 def test_a_selection_of_outdated_mlp_sides_is_written_as_indices_or_as_a_word(

@@ -268,6 +268,20 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     )
 
 
+def test_pickles_are_named_as_the_reason(tmp_path):
+    config_only(tmp_path, "qwen2_moe")
+    assert inspect_model(tmp_path)["can_be_converted"]
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    facts = inspect_model(tmp_path)
+    assert not facts["can_be_converted"]
+    assert (
+        "pytorch_model-00001-of-00002.bin is a pickle, convert it to safetensors first"
+        in facts["reason"]
+    )
+    tiny_model("qwen2_moe").save_pretrained(tmp_path)
+    assert inspect_model(tmp_path)["can_be_converted"]
+
+
 def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     facts = inspect_model(real_folder("Instella-MoE-16B-A3B-Think", tmp_path))
     assert facts["connectivity"]["layers"] == list(range(27))

@@ -106,7 +106,7 @@ SWAPPED = {
     "data.max_length", "train.max_steps", "train.batch_size_tokens", "train.warmup_steps", "train.logging_steps",
     "train.save_steps", "early_stopping.every_steps", "early_stopping.limit", "sweep.batch_size_tokens",
     "sweep.steps", "sweep.warmup_steps", "sweep.last_steps", "sweep.train_tokens", "evaluation.data_root",
-    "evaluation.limit",
+    "evaluation.limit", "evaluation.suite", "early_stopping.suite",
 }  # fmt: skip
 
 
@@ -129,6 +129,11 @@ def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(
             key for key in changes if not key.startswith("pretrain.config")
         } <= swapped
     assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
+    suites = load_suite(recipe.evaluation.suite), load_suite(small.evaluation.suite)
+    real_rows, short_rows = (suite.model_dump()["tasks"] for suite in suites)
+    for real_row, short_row in zip(real_rows, short_rows, strict=True):
+        length = {"max_new_tokens": 32} if "max_new_tokens" in real_row else {}
+        assert short_row == real_row | length
     # A batch divides over ranks and micro-batches like the real one.
     for variant in [None, *recipe.variants]:
         real, tiny = (

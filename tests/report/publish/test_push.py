@@ -220,6 +220,20 @@ def test_a_dry_run_writes_exactly_what_a_push_sends(
     assert not {".env", "items.html"} & there.keys()
 
 
+def test_a_dry_run_within_the_checkpoint_does_not_name_its_own_folder(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert push(checkpoint, "me/x", "--dry-run", checkpoint / "dry") == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_blank_licence_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, checkpoint, "me/x", "--license", "")
+    assert "--license: must not be blank" in error
+
+
 def test_a_dry_run_without_a_name_is_written_beside_the_folder(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -667,7 +681,8 @@ def test_a_name_that_is_no_repository_is_refused(
     ("base", "problem"),
     [
         ("https://me:SECRET@h/x", "holds a name or password"),
-        ("https://h/x", "is neither a folder nor owner/name on the Hub"),
+        ("https://h/x", "owner/name on the Hub is needed, not an address"),
+        (" ", "--base-model: must not be blank"),
         ("nowhere", "is neither a folder nor owner/name on the Hub"),
     ],
 )
