@@ -171,9 +171,8 @@ def _unconvert(arguments: Namespace) -> None:
 
 def _families(arguments: Namespace) -> None:
     from fcsd.model.families.table import families_facts, families_table
-    from fcsd.parallel.overlap.support import overlap_of
 
-    print_result(arguments, families_facts(overlap_of), families_table)
+    print_result(arguments, families_facts(), families_table)
 
 
 def _inspect_options(parser: ArgumentParser) -> None:

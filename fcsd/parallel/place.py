@@ -15,6 +15,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.weights import weight_files
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families.overlap import refusal
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
@@ -37,8 +38,6 @@ def check_overlap_of(model: ModelFolder, launch: Launch) -> None:
     overlap = launch.engine.overlap
     if overlap not in ("full", "forward"):
         return
-    from fcsd.parallel.overlap import refusal
-
     checkpoint = read_config(model.folder, any_family=True)
     reason: str | None = "none of its layers is rewired"
     if checkpoint.family is not None and checkpoint.connectivity is not None:

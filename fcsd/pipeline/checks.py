@@ -33,6 +33,7 @@ from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
+from fcsd.model.families.overlap import refusal
 from fcsd.model.load import ModelFolder, check_positions, load_checkpoint
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import precision_rules
@@ -261,7 +262,7 @@ def settle_overlap(run: Run) -> None:
     engine = run.launch.engine
     if not engine.spreads_experts:
         return
-    from fcsd.parallel.overlap import check_connections, check_transformers, refusal
+    from fcsd.parallel.overlap import check_connections, check_transformers
 
     config, family, name, connectivity = _overlapped_model(run)
     experts, _ = expert_counts(text_config(config, family))

@@ -113,7 +113,7 @@ def test_a_full_disk_elsewhere_does_not_lose_what_was_printed() -> None:
     assert "m/weights could not be written (No space left)" in err
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("closed", ["2>&- <&-", ">&- 2>&- <&-"])
 def test_a_command_runs_where_a_stream_is_closed(closed: str) -> None:
     child = subprocess.run(
         ["sh", "-c", f'"$0" -m fcsd families {closed}', sys.executable],

@@ -28,8 +28,8 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.families import ALL_FAMILIES, FAMILIES, SERVED, SERVED_BY_SGLANG, Family
+from fcsd.model.families.overlap import overlap_of
 from fcsd.model.families.refused import BROKEN, REFUSED
-from fcsd.parallel.overlap.support import overlap_of
 
 SNAPSHOTS = Path("tests/files/upstream")  # one for each release
 PAGE = Path("docs/families.md")

@@ -3,21 +3,19 @@
 `tests/reference/upstream.py` writes the lists of docs/families.md.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fcsd.base.text import markdown
-from fcsd.model.families import FAMILIES, Family, served_by
+from fcsd.model.families import FAMILIES, served_by
 from fcsd.model.families.family import MOE_LAYERS
+from fcsd.model.families.overlap import overlap_of
 from fcsd.model.families.refused import REFUSED
 
 
-def families_facts(overlap: Callable[[Family], Mapping[str, Any]]) -> dict[str, Any]:
+def families_facts() -> dict[str, Any]:
     """Return the families that can be converted, how they were verified, in which
     engines and how they overlap, and the refused ones with their reasons.
-
-    overlap: the overlap of a family's training
-    (`fcsd.parallel.overlap.support.overlap_of`).
 
     {"families": [...], "refused": {model type: reason}}
     """
@@ -33,7 +31,7 @@ def families_facts(overlap: Callable[[Family], Mapping[str, Any]]) -> dict[str, 
                 "additive": family.additive,
                 "dense_layers": [] if family.moe_layers == "all" else list(fields),
                 "reference": family.reference,
-                "training": dict(overlap(family)),
+                "training": overlap_of(family),
                 "served_by": served_by(name),
             }
         )

@@ -17,7 +17,7 @@ from fcsd.parallel.overlap.attach import (
     detach,
 )
 from fcsd.parallel.overlap.experts import IMPLEMENTATION, OverlappedEP
-from fcsd.parallel.overlap.support import check_transformers, refusal, with_plan
+from fcsd.parallel.overlap.support import check_transformers, with_plan
 
 __all__ = [
     "IMPLEMENTATION",
@@ -28,6 +28,5 @@ __all__ = [
     "check_connections",
     "check_transformers",
     "detach",
-    "refusal",
     "with_plan",
 ]

@@ -10,10 +10,11 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import family_of
 from fcsd.model.families.family import Family
+from fcsd.model.families.overlap import kept_inside, refusal
 from fcsd.parallel.overlap.attention import asks_registry, wrap_registry
 from fcsd.parallel.overlap.layer import LayerRuntime, check_checkpointing, runtimes
 from fcsd.parallel.overlap.schedule import Split
-from fcsd.parallel.overlap.support import check_transformers, kept_inside, refusal
+from fcsd.parallel.overlap.support import check_transformers
 
 OverlappedPasses = Literal["full", "forward", "blocking"]
 _OVERLAPS: dict[str, tuple[bool, bool]] = {

@@ -19,7 +19,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.selection import resolve_layers
 from fcsd.model.families import FAMILIES, served_by
-from fcsd.parallel.overlap.support import refusal
+from fcsd.model.families.overlap import refusal
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.memory import (

@@ -15,6 +15,7 @@ from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.selection import resolve_layers
 from fcsd.model.families import moe_mask, text_config
+from fcsd.model.families.overlap import kept_inside
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.inspect.memory import (
     layer_cache_bytes,
@@ -23,7 +24,6 @@ from fcsd.model.inspect.memory import (
 )
 from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
-from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
 from fcsd.planning.cost.machine import Machine, make_machine
 from fcsd.planning.cost.memory import Layout

@@ -10,8 +10,8 @@ from fcsd.base.text import nats
 from fcsd.model.connectivity.selection import selection_text
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES
+from fcsd.model.families.overlap import kept_inside
 from fcsd.parallel.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
-from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.layers.settings import KL, measured_connectivity
 
 

@@ -2,11 +2,10 @@
 
 from fcsd.model.families import FAMILIES, REFUSED
 from fcsd.model.families.table import families_facts, families_table
-from fcsd.parallel.overlap.support import overlap_of
 
 
 def test_json_has_every_family_and_every_refusal():
-    table = families_facts(overlap_of)
+    table = families_facts()
     assert [row["model_type"] for row in table["families"]] == sorted(FAMILIES)
     assert table["refused"] == REFUSED
     rows = {row["model_type"]: row for row in table["families"]}
@@ -32,7 +31,7 @@ def test_json_has_every_family_and_every_refusal():
 
 
 def test_text_is_two_markdown_tables_with_a_line_each():
-    families, refused = families_table(families_facts(overlap_of)).split("\n\n")
+    families, refused = families_table(families_facts()).split("\n\n")
     assert len(families.splitlines()) == 2 + len(FAMILIES)
     assert len(refused.splitlines()) == 2 + len(REFUSED)
     assert all(line.count("|") == 8 for line in families.splitlines())

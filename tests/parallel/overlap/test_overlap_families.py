@@ -10,7 +10,7 @@ import torch
 
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.families import ALL_FAMILIES, FAMILIES
-from fcsd.parallel.overlap.support import refusal
+from fcsd.model.families.overlap import refusal
 from tests.parallel.overlap.ranks import (
     CHECKPOINTING,
     X,

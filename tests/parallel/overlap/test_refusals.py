@@ -11,10 +11,11 @@ from transformers.distributed.expert_parallel import EPImplementation
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
+from fcsd.model.families.overlap import refusal
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine, requested_engine
 from fcsd.parallel.launch import Launch, Ranks
-from fcsd.parallel.overlap import attach, check, refusal
+from fcsd.parallel.overlap import attach, check
 from fcsd.parallel.place import check_overlap_of, distributed_config, load_for_launch
 from fcsd.pipeline.checks import settle_overlap
 from fcsd.pipeline.context import Run
