@@ -254,7 +254,7 @@ def _mtp_options(parser: ArgumentParser) -> None:
 
 
 def _copy_options(parser: ArgumentParser) -> None:
-    model_argument(parser, config_only=True)
+    model_argument(parser, remote_code=False)
     out_argument(parser, "new folder; OUT.partial holds unfinished work")
 
 

@@ -150,10 +150,15 @@ def _number_or(words: list[str]) -> Callable[[str], int | str]:
 
 
 def model_argument(
-    parser: ArgumentParser, *, optional: bool = False, config_only: bool = False
+    parser: ArgumentParser,
+    *,
+    optional: bool = False,
+    config_only: bool = False,
+    remote_code: bool = True,
 ) -> None:
-    """Add MODEL and the options that locate it; config_only: the command reads the
-    config alone, so there is no --trust-remote-code.
+    """Add MODEL and the options that locate it, and a check that it is there before the
+    command loads a library; config_only: the command reads the config alone, and so
+    runs no remote code.
     """
     from fcsd.model.config import ModelConfig
 
@@ -163,9 +168,18 @@ def model_argument(
         help="hub id or local folder",
         nargs="?" if optional else None,
     )
-    field_options(
-        parser, ModelConfig, "revision", *([] if config_only else ["trust_remote_code"])
-    )
+    field_options(parser, ModelConfig, "revision")
+    if remote_code and not config_only:
+        field_options(parser, ModelConfig, "trust_remote_code")
+
+    def check(arguments: argparse.Namespace) -> None:
+        from fcsd.model.connectivity.checkpoint import CONFIG, WEIGHTS, local_folder
+
+        if arguments.model is not None:
+            contents = CONFIG if config_only else f"{CONFIG} and {WEIGHTS}"
+            local_folder(arguments.model, arguments.revision, contents)
+
+    parser.set_defaults(check=check)
 
 
 def out_argument(parser: ArgumentParser, help: str = "new folder") -> None:

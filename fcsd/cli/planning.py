@@ -27,12 +27,12 @@ from fcsd.cli.options import (
 
 if TYPE_CHECKING:
     from fcsd.base.strict import Rule
-    from fcsd.planning.cost.settings import PlanSettings
 
 _MACHINE = ("gpu", "nodes", "gpus_per_node", "network_gb_s")
 
 
 def _plan(arguments: Namespace) -> None:
+    from fcsd.planning.cost.hardware import find_gpu
     from fcsd.planning.cost.settings import PlanSettings
 
     options = vars(arguments) | _cluster(arguments)
@@ -47,7 +47,7 @@ def _plan(arguments: Namespace) -> None:
     settings = PlanSettings.from_options(
         options, connectivity=connectivity_of(arguments)
     )
-    _check_names(settings)
+    find_gpu(settings.gpu)
     if arguments.windows is not None:
         if settings.phase != "train" and settings.data_parallel is None:
             raise UserError(
@@ -68,15 +68,6 @@ def _plan(arguments: Namespace) -> None:
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
     print_result(arguments, facts, plan_table)
-
-
-def _check_names(settings: PlanSettings) -> None:
-    """Refuse an unknown GPU or a folder that does not exist before torch is imported."""
-    from fcsd.model.connectivity.checkpoint import CONFIG, local_folder
-    from fcsd.planning.cost.hardware import find_gpu
-
-    find_gpu(settings.gpu)
-    local_folder(settings.model, settings.revision, CONFIG)
 
 
 _SWEPT = {

@@ -73,12 +73,13 @@ def _run(arguments: Namespace) -> Run:
 def _estimate(arguments: Namespace) -> None:
     if arguments.pretrain and arguments.variant is not None:
         raise UserError("--variant and --pretrain are both given; leave one out")
-    from fcsd.planning.cost.estimate import estimate
     from fcsd.planning.cost.settings import Hardware
-    from fcsd.planning.cost.table import estimate_table
 
     hardware = Hardware.from_options(vars(arguments))
     recipe = _load_recipe(arguments)
+    from fcsd.planning.cost.estimate import estimate
+    from fcsd.planning.cost.table import estimate_table
+
     facts = estimate(
         recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain
     )

@@ -22,7 +22,7 @@ from fcsd.base.text import (
     stopping_text,
 )
 from fcsd.report.table import percent, with_error
-from fcsd.training.sweep import read_history, read_scores
+from fcsd.training.history import read_history, read_scores
 
 
 def training_figures(

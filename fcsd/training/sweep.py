@@ -17,48 +17,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import parse_json, read_json, read_sealed, read_text, write_sealed
+from fcsd.base.files import read_sealed, write_sealed
 from fcsd.base.text import markdown, plus_minus
 from fcsd.base.writing import write_json, write_text
 from fcsd.parallel.launch import ALONE, Ranks
 from fcsd.training.config import SweepConfig, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper
-
-
-def read_history(folder: Path) -> list[dict[str, float]]:
-    """Return the logged points of a finished run, oldest first; UserError for a damaged
-    file.
-    """
-    check_outputs(folder, "history.jsonl")
-    path = folder / "history.jsonl"
-    advice = f"remove {folder} to run this training again"
-    points = []
-    for number, line in enumerate(read_text(path, hint=advice).splitlines(), start=1):
-        try:
-            point = parse_json(line)
-        except ValueError:
-            point = None
-        if not isinstance(point, dict) or not isinstance(point.get("step"), int):
-            raise UserError(
-                f"{path}, line {number}: is not a point of a training, so the file is"
-                f" damaged; {advice}"
-            )
-        points.append(point)
-    return points
-
-
-def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return `EarlyStopper.record` of a finished run with early stopping; None for any
-    other run.
-    """
-    check_outputs(folder, "scores.json")
-    path = folder / "scores.json"
-    scores: dict[str, Any] | None = (
-        read_json(path, keys=["points"]) if path.is_file() else None
-    )
-    return scores
+from fcsd.training.history import read_history
 
 
 @dataclass(frozen=True)

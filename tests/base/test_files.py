@@ -25,7 +25,7 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.base.writing import write_json
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
-from fcsd.training.sweep import read_history, read_scores
+from fcsd.training.history import read_history, read_scores
 from tests.support import user_error
 
 CONFIG = {

@@ -33,6 +33,11 @@ print({'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules))
     [
         (["distill", "nowhere.yaml"], "nowhere.yaml: no such file\n"),
         (["plan", "nowhere"], "nowhere: no such folder; a checkpoint is a folder with"),
+        (["convert", "nowhere", "out"], "nowhere: no such folder; a checkpoint is a"),
+        (
+            ["compare", "nowhere", "elsewhere"],
+            "nowhere: no results.json; this is not a",
+        ),
         (["plan", "a/b", "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
     ],
 )
@@ -43,6 +48,12 @@ def test_a_mistaken_name_is_refused_before_torch_is_loaded(
         out, error = child.communicate()
     assert out == "2 False\n"
     assert error.startswith(f"fcsd {words[0]}: error: {message}")
+
+
+def test_families_are_listed_without_torch() -> None:
+    with start("-c", MISTAKE, "families") as child:
+        out, error = child.communicate()
+    assert error == "" and out.endswith(" |\n0 False\n")
 
 
 def test_the_help_of_a_command_loads_no_heavy_library() -> None:

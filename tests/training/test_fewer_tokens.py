@@ -24,10 +24,10 @@ from fcsd.training import run as run_module
 from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.heldout import HeldoutKL
+from fcsd.training.history import read_history
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
 from fcsd.training.run import train
-from fcsd.training.sweep import read_history
 from fcsd.training.teachers.base import ModelTeacher
 from tests.parallel.test_engines import compare as compare_spread
 from tests.parallel.test_engines import launch

@@ -29,11 +29,11 @@ from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.card import card as card_module
 from fcsd.training.card.facts import Facts
+from fcsd.training.history import read_history
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.meters import Meters
 from fcsd.training.own_text import OwnText, StudentPrompt, cut, prompts_of, row_digest
 from fcsd.training.run import train
-from fcsd.training.sweep import read_history
 from fcsd.training.teachers.cache import CachedTeacher
 from fcsd.training.trainer import DistillTrainer
 from tests.losses import DIVERGENCES, objective_of, reference_loss

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.training.sweep import read_history
+from fcsd.training.history import read_history
 from tests.support import ROOT
 
 pytestmark = pytest.mark.extras

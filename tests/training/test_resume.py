@@ -29,7 +29,7 @@ from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training import resumable as resumable_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
-from fcsd.training.sweep import read_history
+from fcsd.training.history import read_history
 from tests.support import (
     Bench,
     assert_killed,

@@ -21,10 +21,10 @@ from fcsd.training import signals as signals_module
 from fcsd.training.arguments import RecipeArguments
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.config import SafetyConfig
+from fcsd.training.history import read_history
 from fcsd.training.run import train
 from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.signals import Signals
-from fcsd.training.sweep import read_history
 from fcsd.training.trainer import DistillTrainer
 from tests.support import few, json_lines, same_tensors, user_error
 from tests.training.test_trainer import Rows, make, teacher

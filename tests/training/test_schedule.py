@@ -15,8 +15,8 @@ from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training import resumable as resumable_module
 from fcsd.training.arguments import Job, RecipeArguments
 from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.history import read_history
 from fcsd.training.optimizer import learning_rate_schedule
-from fcsd.training.sweep import read_history
 from tests.support import Bench, in_a_fork, user_error
 from tests.training.test_resume import die
 

@@ -18,7 +18,8 @@ from fcsd.pipeline.sweep import write_ready_recipe
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import TrainConfig
-from fcsd.training.sweep import Candidate, edges, read_history, run_sweep
+from fcsd.training.history import read_history
+from fcsd.training.sweep import Candidate, edges, run_sweep
 from fcsd.training.trainer import DistillTrainer
 from tests.support import Bench, user_error
 

@@ -26,11 +26,11 @@ from fcsd.training import run as run_module
 from fcsd.training.arguments import Job
 from fcsd.training.config import Sections, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
+from fcsd.training.history import read_history, read_scores
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.step_loss import StepLoss
-from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from tests.losses import DIVERGENCES, reference_loss
 from tests.reference.tiny import tiny_model
