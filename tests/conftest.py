@@ -4,6 +4,7 @@ state, in any order.
 
 import functools
 import gc
+import itertools
 import os
 import random
 import sys
@@ -85,15 +86,19 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    keep_imports_out_of_collections(len(sys.modules) // 100)
+    keep_old_objects_out_of_collections(len(sys.modules) // 100, next(TESTS) // 8)
     seed_everything()
 
 
+TESTS = itertools.count()
+
+
 @functools.lru_cache(maxsize=1)
-def keep_imports_out_of_collections(hundreds_of_modules: int) -> None:
-    """Keep imported modules out of garbage collections. A full collection visits a
-    million of their objects for half a second, and in a fork copies them; a loaded
-    model, an epoch and the end of every training each ask for one.
+def keep_old_objects_out_of_collections(hundreds_of_modules: int, tests: int) -> None:
+    """Keep imported modules, and what earlier tests have left, out of garbage
+    collections. A full collection visits millions of their objects for a second, and in
+    a fork copies them; a loaded model, an epoch and the end of every training each ask
+    for one.
     """
     gc.collect()
     gc.freeze()
