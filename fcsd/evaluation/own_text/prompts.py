@@ -4,7 +4,7 @@ the beginnings of documents.
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read the first `num_prompts` prompts of the row's data set.
 
-    A document that is not longer than `prompt_tokens` is left out, and so is a prompt
-    that occurs again: the error counts prompts as independent.
+    A document that is not longer than `prompt_tokens` is left out. A prompt that occurs
+    again is another sample.
 
     Raises:
         UserError: no such data set, no prompt in it, conversations without a template,
@@ -72,22 +72,13 @@ def load_prompts(
         tokenizer,
         BadRows(setting=None),
     )
-    prompts = list(itertools.islice(_distinct(found), row.num_prompts))
+    prompts = list(itertools.islice(found, row.num_prompts))
     if not prompts:
         raise UserError(
             f"task {row.task}: {row.dataset} has no document of more than"
             f" {row.prompt_tokens} tokens; give longer ones, or lower prompt_tokens"
         )
     return prompts
-
-
-def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-    """Yield the prompts whose tokens none before them has."""
-    seen = set()
-    for prompt in prompts:
-        if prompt.tokens not in seen:
-            seen.add(prompt.tokens)
-            yield prompt
 
 
 def prompts_in(

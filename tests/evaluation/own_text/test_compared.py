@@ -362,17 +362,6 @@ def test_prompts_without_answers_are_questions_or_beginnings(tmp_path: Path) -> 
         assert prompt.text == expected
 
 
-def test_a_prompt_that_occurs_again_is_asked_once(tmp_path: Path) -> None:
-    texts = ["the same beginning, one", "another", "the same beginning, two", "third"]
-    write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
-    row = OwnTextTaskConfig(
-        task="own", kind="own_text", dataset=str(tmp_path / "rows.jsonl"),
-        chat_template=False, prompt_tokens=4, num_prompts=3,
-    )  # fmt: skip
-    prompts = load_prompts(row, None, tiny_tokenizer())
-    assert [prompt.doc_id for prompt in prompts] == [0, 1, 3]
-
-
 def ending_tokenizer() -> Any:
     """Return a tokenizer that puts a token before and one behind each text."""
     tokenizer = tiny_tokenizer()
