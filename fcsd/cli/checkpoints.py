@@ -7,6 +7,7 @@ from pathlib import Path
 from fcsd.base.errors import UserError
 from fcsd.cli.options import (
     Command,
+    check_model,
     connectivity_arguments,
     device_map_argument,
     field_options,
@@ -28,6 +29,7 @@ def _inspect(arguments: Namespace) -> None:
 
 
 def _convert(arguments: Namespace) -> None:
+    check_model(arguments, config_only=arguments.config_only)
     from fcsd.api.models import convert_checkpoint
 
     print(
@@ -81,6 +83,7 @@ def _calibrate(arguments: Namespace) -> None:
     default = EvaluationConfig.model_fields["suite"].default
     if not arguments.task and arguments.suite != default:
         raise UserError("--suite has no meaning without --task")
+    check_model(arguments)
     from fcsd.data.config import RowsConfig, source_option
     from fcsd.model.config import ModelConfig
     from fcsd.recipe.recipe import Recipe
@@ -124,6 +127,7 @@ def _calibrate(arguments: Namespace) -> None:
 
 
 def _mtp(arguments: Namespace) -> None:
+    check_model(arguments)
     from fcsd.data.config import RowsConfig, SourceConfig, source_option
     from fcsd.model.config import ModelConfig
     from fcsd.training.config import MtpConfig
@@ -149,6 +153,7 @@ def _mtp(arguments: Namespace) -> None:
 
 
 def _dequantize(arguments: Namespace) -> None:
+    check_model(arguments)
     from fcsd.model.quantised.dequantise import dequantize_checkpoint
 
     dequantize_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
@@ -156,6 +161,7 @@ def _dequantize(arguments: Namespace) -> None:
 
 
 def _quantize(arguments: Namespace) -> None:
+    check_model(arguments)
     from fcsd.model.quantised.quantise import quantize_checkpoint
 
     quantize_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
@@ -163,6 +169,7 @@ def _quantize(arguments: Namespace) -> None:
 
 
 def _unconvert(arguments: Namespace) -> None:
+    check_model(arguments)
     from fcsd.model.connectivity.export import unconvert_checkpoint
 
     unconvert_checkpoint(arguments.model, arguments.out, revision=arguments.revision)

@@ -13,6 +13,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import show
 from fcsd.cli.options import (
     Command,
+    check_model,
     device_map_argument,
     expert_parallel_argument,
     field_options,
@@ -50,6 +51,7 @@ def _evaluate(arguments: Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
+    check_model(arguments)
     from fcsd.evaluation.results import read_numbers
     from fcsd.evaluation.runner import own_original, refuse_converted
     from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation

@@ -156,9 +156,8 @@ def model_argument(
     config_only: bool = False,
     remote_code: bool = True,
 ) -> None:
-    """Add MODEL and the options that locate it, and a check that it is there before the
-    command loads a library; config_only: the command reads the config alone, and so
-    runs no remote code.
+    """Add MODEL and the options that locate it; config_only: the command reads the
+    config alone, and so runs no remote code.
     """
     from fcsd.model.config import ModelConfig
 
@@ -172,14 +171,13 @@ def model_argument(
     if remote_code and not config_only:
         field_options(parser, ModelConfig, "trust_remote_code")
 
-    def check(arguments: argparse.Namespace) -> None:
-        from fcsd.model.connectivity.checkpoint import CONFIG, WEIGHTS, local_folder
 
-        if arguments.model is not None:
-            contents = CONFIG if config_only else f"{CONFIG} and {WEIGHTS}"
-            local_folder(arguments.model, arguments.revision, contents)
+def check_model(arguments: argparse.Namespace, *, config_only: bool = False) -> None:
+    """Refuse a MODEL that is not there, before the command loads a library."""
+    from fcsd.model.connectivity.checkpoint import CONFIG, WEIGHTS, local_folder
 
-    parser.set_defaults(check=check)
+    contents = CONFIG if config_only else f"{CONFIG} and {WEIGHTS}"
+    local_folder(arguments.model, arguments.revision, contents)
 
 
 def out_argument(parser: ArgumentParser, help: str = "new folder") -> None:

@@ -14,6 +14,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.writing import check_file_place
 from fcsd.cli.options import (
     Command,
+    check_model,
     connectivity_arguments,
     connectivity_of,
     field_options,
@@ -48,6 +49,7 @@ def _plan(arguments: Namespace) -> None:
         options, connectivity=connectivity_of(arguments)
     )
     find_gpu(settings.gpu)
+    check_model(arguments, config_only=True)
     if arguments.windows is not None:
         if settings.phase != "train" and settings.data_parallel is None:
             raise UserError(

@@ -111,8 +111,6 @@ class Program:
         try:
             # Remove what killed commands left, even where this one needs no such folder.
             sweep_scratch()
-            if (check := vars(arguments).pop("check", None)) is not None:
-                check(arguments)
             arguments.run(arguments)
             sys.stdout.flush()
             return 0

@@ -5,7 +5,13 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.base.errors import UserError
-from fcsd.cli.options import Command, field_options, model_argument, quiet_transformers
+from fcsd.cli.options import (
+    Command,
+    check_model,
+    field_options,
+    model_argument,
+    quiet_transformers,
+)
 
 
 def _chat(arguments: Namespace) -> None:
@@ -13,6 +19,7 @@ def _chat(arguments: Namespace) -> None:
         raise UserError(
             f"--max-new-tokens: must be at least 1, got {arguments.max_new_tokens}"
         )
+    check_model(arguments)
     from transformers.utils import logging
 
     from fcsd.evaluation.chat.chat import chat, load_speaker

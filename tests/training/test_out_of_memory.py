@@ -177,7 +177,7 @@ def test_the_command_line_has_one_line_for_it_wherever_it_happens(
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.50 GiB.")
 
     monkeypatch.setattr(fcsd.model.inspect, "inspect_model", full)
-    assert main(["inspect", "some/where"]) == 2
+    assert main(["inspect", "somewhere"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "out of memory: CUDA out of memory. Tried to allocate 2.50 GiB" in error

@@ -442,7 +442,8 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     left_out = [
         file.name + "/" * file.is_dir()
         for file in sorted(source.iterdir())
-        if file.name not in expected and not new.is_relative_to(file)
+        if file.name not in expected
+        and not new.resolve().is_relative_to(file.resolve())
     ]
     if left_out:
         notes.append(

@@ -228,7 +228,7 @@ def test_a_pipe_or_a_socket_is_refused_and_never_waited_for(
             read(base)
 
 
-@pytest.mark.parametrize("words", [["run"], ["evaluate", "a/m", "--suite"]])
+@pytest.mark.parametrize("words", [["run"], ["evaluate", "m", "--suite"]])
 def test_a_recipe_that_never_ends_is_refused(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,10 +221,13 @@ def test_a_dry_run_writes_exactly_what_a_push_sends(
 
 
 def test_a_dry_run_within_the_checkpoint_does_not_name_its_own_folder(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    assert push(checkpoint, "me/x", "--dry-run", checkpoint / "dry") == 0
-    assert "left out" not in capsys.readouterr().out
+    monkeypatch.chdir(checkpoint)
+    (checkpoint / "notes").touch()
+    assert push(checkpoint, "me/x", "--dry-run", "dry") == 0
+    said = capsys.readouterr().err
+    assert re.search(r"does not belong to a published checkpoint: notes$", said, re.M)
 
 
 def test_a_blank_licence_is_refused(
