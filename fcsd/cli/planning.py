@@ -255,14 +255,14 @@ def _plan_options(parser: ArgumentParser) -> None:
 
 
 def _layers(arguments: Namespace) -> None:
-    from fcsd.planning.layers.settings import study_from_options
+    from fcsd.planning.layers.settings import read_study, study_from_options
 
     quiet_transformers()
     study = study_from_options(vars(arguments))
     from fcsd.model.load import find_model
     from fcsd.parallel.launch import join_launch
     from fcsd.planning.layers.proposal import study_table
-    from fcsd.planning.layers.study import read_study, study_layers
+    from fcsd.planning.layers.study import study_layers
     from fcsd.report.study_plots import plot_layers
 
     launch = join_launch()
@@ -272,6 +272,26 @@ def _layers(arguments: Namespace) -> None:
 
 
 def _plan_layers(arguments: Namespace) -> None:
+    from fcsd.planning.layers.settings import read_study
+
+    has_machine = _has_machine(arguments)
+    reads_study = not has_machine and arguments.max_loss is not None
+    if reads_study:
+        if arguments.verify or arguments.calibrated or arguments.model is not None:
+            raise UserError(
+                "--max-loss reads the finished study, with copied and with calibrated"
+                " weights; --verify, --calibrated and --model belong to --budget, or to"
+                " --gpu and --cluster"
+            )
+    elif not has_machine and arguments.budget is None:
+        raise UserError(
+            "give --budget or --max-loss; or, with the options of a plan (--gpu or"
+            " --cluster), leave both out"
+        )
+    if arguments.model is not None and not (arguments.verify or has_machine):
+        raise UserError("--model has no meaning without --verify, --gpu or --cluster")
+    read_study(arguments.study)  # refuses, before a library is loaded
+    quiet_transformers()
     from fcsd.parallel.launch import join_launch
     from fcsd.planning.layers.proposal import (
         layers_within,
@@ -280,25 +300,10 @@ def _plan_layers(arguments: Namespace) -> None:
         within_text,
     )
 
-    has_machine = _has_machine(arguments)
-    if not has_machine and arguments.max_loss is not None:
-        if arguments.verify or arguments.calibrated or arguments.model is not None:
-            raise UserError(
-                "--max-loss reads the finished study, with copied and with calibrated"
-                " weights; --verify, --calibrated and --model belong to --budget, or to"
-                " --gpu and --cluster"
-            )
+    if reads_study:
         counts = layers_within(arguments.study, arguments.max_loss)
         print_result(arguments, counts, within_text)
         return
-    if not has_machine and arguments.budget is None:
-        raise UserError(
-            "give --budget or --max-loss; or, with the options of a plan (--gpu or"
-            " --cluster), leave both out"
-        )
-    if arguments.model is not None and not (arguments.verify or has_machine):
-        raise UserError("--model has no meaning without --verify, --gpu or --cluster")
-    quiet_transformers()
     launch = join_launch() if arguments.verify else None
     # Without --verify there is no launch to ask for the first rank.
     is_first = os.environ.get("RANK", "0") == "0"

@@ -44,8 +44,8 @@ from fcsd.planning.layers.proposal import (
     single_points,
     verdict,
 )
-from fcsd.planning.layers.settings import KL
-from fcsd.planning.layers.study import difference, read_study
+from fcsd.planning.layers.settings import KL, read_study
+from fcsd.planning.layers.study import difference
 
 
 @dataclass(frozen=True)

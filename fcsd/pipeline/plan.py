@@ -37,7 +37,7 @@ from fcsd.planning.layers.points import (
     study_connectivity,
     weights_of,
 )
-from fcsd.planning.layers.study import read_study
+from fcsd.planning.layers.settings import read_study
 from fcsd.planning.network.links import read_links
 from fcsd.planning.network.simulate import rank_imbalance
 from fcsd.report.study_plots import plot_worth

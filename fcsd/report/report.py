@@ -20,8 +20,7 @@ from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import Row, compare, is_bound
 from fcsd.planning.layers.first import special_layers, special_text
-from fcsd.planning.layers.settings import KL
-from fcsd.planning.layers.study import read_study
+from fcsd.planning.layers.settings import KL, read_study
 from fcsd.recipe.layout import MAIN, RunLayout
 from fcsd.recipe.recipe import (
     EarlyStoppingConfig,

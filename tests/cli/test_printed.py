@@ -11,7 +11,7 @@ from fcsd.base.text import fit
 from fcsd.cli.main import main
 from fcsd.evaluation.scores import compare
 from fcsd.planning.layers.proposal import study_table
-from fcsd.planning.layers.study import read_study
+from fcsd.planning.layers.settings import read_study
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
 from tests.planning.cost.plans import lite
 from tests.planning.layers.test_kinds import KINDS, without_kl, written

@@ -38,6 +38,10 @@ print({'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules))
             ["compare", "nowhere", "elsewhere"],
             "nowhere: no results.json; this is not a",
         ),
+        (
+            ["plan-layers", "nowhere", "--budget", "3"],
+            "nowhere: no layers.json; this is",
+        ),
         (["plan", "a/b", "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
     ],
 )

@@ -471,11 +471,19 @@ def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
     )
 
 
+# The Trainer's own state, which lies beside the weights.
+_TRAINERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+
+
 def pickle_advice(names: Iterable[str]) -> str:
     """Return what to do with weights that only pickles hold, by the names of a
     checkpoint's files; "" where none is a pickle.
     """
-    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+    pickles = sorted(
+        name
+        for name in names
+        if name.endswith((".bin", ".pt", ".pth")) and not name.startswith(_TRAINERS)
+    )
     if not pickles:
         return ""
     return f"{pickles[0]} is a pickle, convert it to safetensors first"

@@ -51,13 +51,12 @@ from fcsd.planning.layers.points import (
     values_of,
     weights_of,
 )
-from fcsd.planning.layers.settings import KL, Study, attention_ahead
+from fcsd.planning.layers.settings import KL, Study, attention_ahead, read_study
 from fcsd.planning.layers.study import (
     Measured,
     difference,
     layers_stage,
     measuring,
-    read_study,
 )
 
 OVERLAPPED = "collectives overlapped"

@@ -1,10 +1,16 @@
-"""Settings of a layer study: its measurements and its selections of layers."""
+"""Settings of a layer study (its measurements and its selections of layers), and the
+file that it leaves.
+"""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fcsd.base.artifact import check_outputs
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
 from fcsd.base.strict import Rule, like
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
@@ -21,6 +27,7 @@ from fcsd.model.connectivity.spec import Connectivity, ConnectivityConfig
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import CalibrationConfig
 
+SCHEMA_VERSION = 1  # of layers.json
 KL = "kl"  # the metric that is not a task; lower is better
 
 
@@ -257,3 +264,34 @@ def has_pairs(study: Study) -> bool:
     """
     fixed = study.mlp == "selected" or study.attention == "full"
     return study.text is not None and "single" in study.sides and fixed
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """Return the contents of a finished study's `layers.json`; raise UserError for a
+    folder that is not a finished study, or another version.
+    """
+    if not (folder / "layers.json").is_file():
+        raise UserError(
+            f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote"
+        )
+    check_outputs(folder, "layers.json")
+    study = read_layers_file(folder / "layers.json")
+    if not (folder / "manifest.json").is_file():
+        raise UserError(
+            f"{folder}: the study is not finished; run the same `fcsd layers` command"
+            " again to continue it"
+        )
+    study.pop("sha256", None)
+    return study
+
+
+def read_layers_file(path: Path) -> dict[str, Any]:
+    """Return the contents of a `layers.json`; raise UserError for another version."""
+    study = read_json(path)
+    version = study.get("schema_version") if isinstance(study, Mapping) else None
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION};"
+            " remove the folder and run `fcsd layers` again"
+        )
+    return dict(study)

@@ -30,9 +30,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fcsd.base.artifact import Stage, check_outputs
+from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_seal, read_json, write_sealed
+from fcsd.base.files import check_seal, write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
 from fcsd.data.counts import tell_examples
@@ -62,11 +62,13 @@ from fcsd.planning.layers.pairs import (
 from fcsd.planning.layers.points import deciding_metric
 from fcsd.planning.layers.settings import (
     KL,
+    SCHEMA_VERSION,
     Study,
     attention_ahead,
     attention_layers,
     has_pairs,
     metrics,
+    read_layers_file,
     selections,
     suite_of,
 )
@@ -74,9 +76,6 @@ from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.head import packing_of
 from fcsd.training.losses.heldout_kl import kl_by_row, read_original
-
-SCHEMA_VERSION = 1
-
 
 Value = dict[str, Any]
 """One metric of one selection: `value`, the KL in nats per token or the mean score of a
@@ -623,44 +622,14 @@ def difference(first: Measured, second: Measured, metric: str) -> Value:
     return _value(math.fsum(deltas) / len(deltas), standard_error(deltas), len(deltas))
 
 
-def read_study(folder: Path) -> dict[str, Any]:
-    """Return the contents of a finished study's `layers.json`; raise UserError for a
-    folder that is not a finished study, or another version.
-    """
-    if not (folder / "layers.json").is_file():
-        raise UserError(
-            f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote"
-        )
-    check_outputs(folder, "layers.json")
-    study = _read_layers_file(folder / "layers.json")
-    if not (folder / "manifest.json").is_file():
-        raise UserError(
-            f"{folder}: the study is not finished; run the same `fcsd layers` command"
-            " again to continue it"
-        )
-    study.pop("sha256", None)
-    return study
-
-
 def _begun_study(path: Path, identity: str) -> dict[str, Any]:
     """Return what a killed study has measured; nothing if the file was changed since,
     or is that of another study.
     """
-    study = _read_layers_file(path)
+    study = read_layers_file(path)
     try:
         check_seal(path, study, "fcsd measures its points again", identity)
     except UserError as error:
         print(f"layers: {error}", file=sys.stderr)
         return {}
     return study
-
-
-def _read_layers_file(path: Path) -> dict[str, Any]:
-    study = read_json(path)
-    version = study.get("schema_version") if isinstance(study, Mapping) else None
-    if version != SCHEMA_VERSION:
-        raise UserError(
-            f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION};"
-            " remove the folder and run `fcsd layers` again"
-        )
-    return dict(study)

@@ -271,6 +271,9 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
 def test_pickles_are_named_as_the_reason(tmp_path):
     config_only(tmp_path, "qwen2_moe")
     assert inspect_model(tmp_path)["can_be_converted"]
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth"):
+        (tmp_path / name).touch()
+    assert inspect_model(tmp_path)["can_be_converted"]
     (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
     facts = inspect_model(tmp_path)
     assert not facts["can_be_converted"]

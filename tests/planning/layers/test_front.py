@@ -37,7 +37,8 @@ from fcsd.planning.layers.front import (
     halves_connectivity,
 )
 from fcsd.planning.layers.points import number_text
-from fcsd.planning.layers.study import Measured, read_study
+from fcsd.planning.layers.settings import read_study
+from fcsd.planning.layers.study import Measured
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.cost.test_plan import lite
 from tests.planning.layers.test_kinds import ATTENTION, KINDS, without_kl, written

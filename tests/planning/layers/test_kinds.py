@@ -22,7 +22,7 @@ from fcsd.model.connectivity.spec import ConnectivityConfig
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.proposal import plan_layers, plan_text, study_table
-from fcsd.planning.layers.study import read_study
+from fcsd.planning.layers.settings import read_study
 from fcsd.report.study_plots import plot_layers
 from tests.planning.cost.test_plan import lite
 from tests.support import change_json, edited_json, few

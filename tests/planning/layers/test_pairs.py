@@ -25,8 +25,7 @@ from fcsd.planning.layers.front import Prices, front, front_text
 from fcsd.planning.layers.pairs import HiddenStates, pair_rows, second_moments
 from fcsd.planning.layers.points import study_connectivity
 from fcsd.planning.layers.proposal import least_costly, plan_layers, plan_text
-from fcsd.planning.layers.settings import Study
-from fcsd.planning.layers.study import read_study
+from fcsd.planning.layers.settings import Study, read_study
 from fcsd.training.losses.heldout_kl import OriginalOutputs, kl_by_row, read_original
 from tests.planning.layers.test_kinds import ATTENTION, without_kl, written
 from tests.planning.layers.test_study import ROWS, command

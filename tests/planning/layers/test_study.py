@@ -51,8 +51,8 @@ from fcsd.planning.layers.proposal import (
     study_table,
     within_text,
 )
-from fcsd.planning.layers.settings import Study, selections
-from fcsd.planning.layers.study import Measured, difference, read_study
+from fcsd.planning.layers.settings import Study, read_study, selections
+from fcsd.planning.layers.study import Measured, difference
 from fcsd.report.study_plots import plot_layers
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.heldout_kl import mean_kl, read_original

@@ -11,7 +11,7 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.planning.layers.study import read_study
+from fcsd.planning.layers.settings import read_study
 from fcsd.training.losses.heldout_kl import (
     PART_TOKENS,
     mean_kl,
