@@ -201,10 +201,7 @@ const seen = () => ({
   });
   await wait();
   const states = { start: seen() };
-  for (const [name, id, value] of [
-    ["gained", "kind", "gained"], ["all", "kind", "all"], ["search", "text", "SAYS 3"], ["none", "text", "nowhere"],
-    ["cleared", "text", ""], ["choice", "task", "choice"],
-  ]) {
+  for (const [name, id, value] of JSON.parse(process.argv[2])) {
     places[id].value = value;
     places.count.own = "";
     places[id].listeners.input();
@@ -217,15 +214,34 @@ const seen = () => ({
 """
 
 
-def test_the_pages_filters_show_what_they_say(page: Path) -> None:
+def states_of(page: Path, *choices: tuple[str, str, str]) -> dict[str, Any]:
+    """Return what the page's script shows at the start, and after each choice (its name
+    here, the element's id, the value).
+    """
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node to run the page's script")
     ran = subprocess.run(
-        [node, "-e", HARNESS, str(page)], capture_output=True, text=True, timeout=60
+        [node, "-e", HARNESS, str(page), json.dumps(choices)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ran.returncode == 0, ran.stderr
-    states = json.loads(ran.stdout)
+    states: dict[str, Any] = json.loads(ran.stdout)
+    return states
+
+
+def test_the_pages_filters_show_what_they_say(page: Path) -> None:
+    states = states_of(
+        page,
+        ("gained", "kind", "gained"),
+        ("all", "kind", "all"),
+        ("search", "text", "SAYS 3"),
+        ("none", "text", "nowhere"),
+        ("cleared", "text", ""),
+        ("choice", "task", "choice"),
+    )
     assert states["start"]["kinds"] == ["lost", "gained"]
     assert "original says 1 </script>" in states["start"]["text"], "text stays text"
     assert "pass@1, 0-shot, 4 items" in states["start"]["facts"]
@@ -239,6 +255,22 @@ def test_the_pages_filters_show_what_they_say(page: Path) -> None:
     assert "0 of 4 items, page 1 of 1" in states["none"]["count"]
     assert "-1.25" in states["choice"]["text"]
     assert "not finite" in states["choice"]["text"]
+
+
+def test_equal_divergences_are_neither_right_nor_wrong(tmp_path: Path) -> None:
+    divergences = {"original": [0.5, 0.5, 0.0], "fcsd": [0.5, 0.75, 0.0]}
+
+    def samples(name: str) -> list[dict[str, Any]]:
+        return [
+            {"doc_id": str(i), "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": nats,
+             "prompt": "p", "completion": "one", "greedy": "two"}
+            for i, nats in enumerate(divergences[name])
+        ]  # fmt: skip
+
+    page_of(tmp_path, samples)
+    states = states_of(tmp_path / "items.html", ("all", "kind", "all"))
+    assert states["all"]["kinds"] == ["kept", "lost", "kept"]
+    assert "0.750 nats a token" in states["all"]["text"]
 
 
 SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"

@@ -444,6 +444,8 @@ def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
             load(**{key: value})
     with user_error("limit: a row of own_text has num_prompts"):
         load(limit=2)
+    with user_error("floors: unknown key; allowed: chat_template"):  # no floor here
+        load(floors=1)
     path = str(tmp_path / "s.yaml")
     load()
     assert named_tasks(path, ["own"]).tasks[0].headline is False
