@@ -336,8 +336,8 @@ def _common(
         advice = "evaluate both on the same suite"
         if common_tasks:
             advice += (
-                f", or compare what both have with --tasks {','.join(common_tasks)} (in Python:"
-                f" tasks={common_tasks})"
+                f", or compare what both have with `fcsd compare --tasks"
+                f" {','.join(common_tasks)}` (in Python: tasks={common_tasks})"
             )
         raise UserError(
             f"the two results have different tasks ({missing_text} in one only);"

@@ -11,6 +11,7 @@ If the process is killed at any moment, the calibration can continue, or lacks o
 last renames.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from fcsd.base.writing import (
     write_json,
 )
 from fcsd.data.counts import tell_examples
+from fcsd.data.rows import PackedRows
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
@@ -47,7 +49,9 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.training.calibration.checkpoint import (
     calibratable,
     calibrate_checkpoint,
+    holds_tokens,
     split_rows,
+    wanted_tokens,
 )
 
 _RESULT = "result.json"
@@ -134,9 +138,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     """
     recipe, section = run.recipe, run.recipe.calibration
     assert section is not None
-    rows = training_rows(
-        recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original
-    )
+    rows = _rows(run, wanted_tokens(section.tokens), on_bad_row)
     if run.launch.first:
         tell_examples(rows, "text")
     # Held-out rows measure the effect of the calibration.
@@ -152,6 +154,27 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     )
     model = {"path": recipe.model_path, "revision": recipe.model.revision}
     return {"model": model, **results, **exclusions(rows, stage.folder, run.launch)}
+
+
+def _rows(run: Run, num_tokens: int, on_bad_row: str | None) -> PackedRows:
+    """Return rows that hold so many tokens of text, or all rows of the data; a stream is
+    read no further than that needs.
+    """
+    data, asked = run.recipe.data, num_tokens
+    while True:
+        rows = training_rows(
+            data,
+            run.tokenizer,
+            run,
+            num_tokens=asked,
+            on_bad_row=on_bad_row,
+            apart_in=run.original,
+        )
+        # A stream that has more gives just the number of rows that was asked for.
+        has_more = len(rows) == math.ceil(asked / data.max_length)
+        if not has_more or holds_tokens(rows, num_tokens):
+            return rows
+        asked *= 2  # rows are not full
 
 
 def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:

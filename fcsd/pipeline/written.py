@@ -58,14 +58,14 @@ def with_written(data: TrainingDataConfig, run: Run) -> TrainingDataConfig:
 
 def write_all(run: Run) -> Path:
     """Write the text of all trainings of a recipe; return the folder."""
-    sections = [run.variant(name).recipe.data for name in (None, *run.recipe.variants)]
-    if not any(source.written for data in sections for source in data.train):
+    runs = [run.variant(name) for name in (None, *run.recipe.variants)]
+    if not any(source.written for each in runs for source in each.recipe.data.train):
         raise UserError(
             f"recipe {run.recipe.name}: no source of data.train has a `written`"
             " section; add one"
         )
-    for data in sections:
-        for source in with_written(data, run).train:
+    for each in runs:
+        for source in with_written(each.recipe.data, each).train:
             if run.launch.first and Path(source.path).name == FILE:
                 print(source.path)
     return run.layout.written

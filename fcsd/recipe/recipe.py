@@ -84,8 +84,10 @@ def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
     """
     parts = key.split(".")
     # A variant holds dotted keys: a section in their place would replace the main
-    # recipe's whole section. Its name may also contain dots.
+    # recipe's whole section. Its name may also contain dots, but not that of a new one.
     variants = raw.get("variants")
+    if parts[0] == "variants" and parts[2:]:
+        parts = ["variants", parts[1], ".".join(parts[2:])]
     for name in variants if isinstance(variants, dict) else ():
         if key.startswith(f"variants.{name}."):
             parts = ["variants", name, key.removeprefix(f"variants.{name}.")]

@@ -99,6 +99,7 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
     with the mark of a quick look.
     """
     original = next(iter(evaluated))
+    evaluated = _compared(evaluated, comparisons)
     parts = []
     for name, comparison in comparisons.items():
         parts += [
@@ -112,6 +113,20 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
     if differ := differing_settings(evaluated):
         parts.append(f"Settings that differ: {differ}.")
     return "\n\n".join(parts)
+
+
+def _compared(evaluated: Evaluated, comparisons: Comparisons) -> Evaluated:
+    """Return the evaluations with the tasks alone that were compared."""
+    tasks = next(iter(comparisons.values()))["tasks"]
+    return {
+        name: {
+            **of,
+            "result": of["result"]
+            | {"tasks": {task: of["result"]["tasks"][task] for task in tasks}},
+            "samples": {task: of["samples"][task] for task in tasks},
+        }
+        for name, of in evaluated.items()
+    }
 
 
 def written_lines(evaluated: Evaluated) -> list[str]:
@@ -264,6 +279,7 @@ def write_comparison(
     check_folder_place(folder, "comparison.json", "comparison")
     from fcsd.report.figure import model_colours
 
+    whole, evaluated = evaluated, _compared(evaluated, comparisons)
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
         training = {name: of["training"] for name, of in evaluated.items()}
@@ -273,7 +289,7 @@ def write_comparison(
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
             "complete": all(of["complete"] for of in comparisons.values()),
-            "models": {name: of["result"] for name, of in evaluated.items()},
+            "models": {name: of["result"] for name, of in whole.items()},
             "comparisons": comparisons,
             "settings_that_differ": _differing(evaluated),
             "versions": versions(),

@@ -4,6 +4,7 @@ contains a model other than the one recorded.
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.base.writing import write_json
 from fcsd.cli.main import main
+from fcsd.data import sources
 from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of
 from tests.support import (
@@ -297,6 +299,21 @@ def test_what_cannot_be_calibrated_is_refused_before_the_text_is_read(
     assert message in printed.strip().splitlines()[-1]
     assert "examples" not in printed
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("kind", ["stage", "command"])
+def test_a_stream_is_read_as_far_as_the_calibration_needs(
+    commands: dict[str, Command],
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "WHOLE_BYTES", 0)
+    assert main(commands[kind](tmp_path)) == 0
+    said = capsys.readouterr().err
+    (tokens,) = re.findall(r"calibrate: ([\d,]+) tokens", said)
+    assert 1500 <= int(tokens.replace(",", "")) < 1500 + 64
 
 
 def test_tensors_that_do_not_fit_are_refused_before_the_text_is_read(

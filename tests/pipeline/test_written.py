@@ -143,6 +143,17 @@ def test_trainings_read_what_was_written_once(
     assert len([*(bench.folder / "r" / "written").iterdir()]) == 2
 
 
+def test_the_text_of_a_variant_with_another_seed_is_written_with_the_others(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(bench, "seeds", source(bench), variants={"again": {"seed": 1}})
+    assert main(["run", str(path), "--only", "write"]) == 0
+    assert len([*(bench.folder / "seeds" / "written").iterdir()]) == 2
+    capsys.readouterr()
+    assert main(["distill", str(path), "--variant", "again"]) == 0
+    assert "texts by the original" not in capsys.readouterr().err
+
+
 def test_written_text_is_compared_with_test_items(bench: Bench, tmp_path: Path) -> None:
     """The prompt is a part of the text, so an item in it leaves the example out."""
     path = recipe(bench, "r", source(bench))

@@ -61,6 +61,8 @@ def test_set_changes_one_key_of_a_variant_and_leaves_the_others(
     # A variant that the file does not have is created.
     other = load_recipe(path, ["variants.new={train.max_steps: 7}"]).variant("new")
     assert (other.train.max_steps, other.train.learning_rate) == (7, 3e-4)
+    other = load_recipe(path, ["variants.new.train.max_steps=7"]).variant("new")
+    assert (other.train.max_steps, other.train.learning_rate) == (7, 3e-4)
 
 
 def test_variants_of_a_recipe_that_only_pretrains_change_only_the_pretraining() -> None:

@@ -446,6 +446,18 @@ def take_rows(rows: Any, num_tokens: int) -> list[Any]:
     return sample
 
 
+def holds_tokens(rows: Any, num_tokens: int) -> bool:
+    """Tell whether rows hold so many tokens of text."""
+    return sum(map(_num_tokens, take_rows(rows, num_tokens))) >= num_tokens
+
+
+def wanted_tokens(num_tokens: int) -> int:
+    """Return the tokens of text that a calibration on `num_tokens` reads, with those
+    that measure its result.
+    """
+    return num_tokens + _wanted(num_tokens)
+
+
 def split_rows(rows: Any, num_tokens: int, width: int) -> tuple[list[Any], list[Any]]:
     """Return rows with `num_tokens` tokens of text to calibrate on, and rows with an
     eighth as many to measure the result on.

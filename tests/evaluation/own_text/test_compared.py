@@ -17,13 +17,20 @@ from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text import measure
 from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.own_text.text import equal_beginning, repeated_4grams
-from fcsd.evaluation.results import read_result
+from fcsd.evaluation.results import read_result, write_result
 from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import edited_json, few, json_lines, user_error, write_rows
+from tests.support import (
+    command_words,
+    edited_json,
+    few,
+    json_lines,
+    user_error,
+    write_rows,
+)
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
@@ -147,6 +154,23 @@ def test_of_two_conversions_the_one_with_the_smaller_divergence_gains(
     (comparison,) = json.loads(capsys.readouterr().out).values()
     row = comparison["tasks"]["own_texts"]
     assert row["delta"] > 0 and (row["gained"], row["lost"]) == (0, 5)
+
+
+def test_of_chosen_tasks_no_other_is_shown(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, samples = read_result(place / "results/last")
+    del result["tasks"]["own_chats"], samples["own_chats"]
+    write_result(result, samples, tmp_path / "less")
+    both = place / "results/original", tmp_path / "less"
+    command = command_words("compare", *both, "--output", tmp_path / "out")
+    assert main(command) == 2
+    assert "with `fcsd compare --tasks own_texts`" in capsys.readouterr().err
+    assert main([*command, "--tasks", "own_texts"]) == 0
+    assert "own_chats" not in capsys.readouterr().out
+    shown = (tmp_path / "out/comparison.md").read_text()
+    assert "own_texts, first prompt" in shown and "| own_chats" not in shown
+    assert [*(tmp_path / "out").glob("*.png")] == [tmp_path / "out/own_texts.png"]
 
 
 def test_another_original_seed_or_length_is_not_compared(
