@@ -230,7 +230,7 @@ class OwnTextTaskConfig(TaskBase):
     prompt_tokens: int = Field(32, gt=0)  # of a document, its beginning
     max_new_tokens: int = Field(256, gt=0)
     temperature: float = Field(1.0, ge=0)  # 0: greedy
-    seed: int = Field(0, ge=0)  # of the samples
+    seed: int = Field(0, ge=0, lt=2**32)  # of the samples
 
     num_fewshot: ClassVar[int] = 0
 

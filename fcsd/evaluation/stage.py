@@ -243,11 +243,20 @@ def _original(
         yield evaluation.load(original, launch)
         free_memory()
 
-    of_original = dataclasses.replace(evaluation, model=original)
+    # Experts of the original have no capacity, whatever those of the model have.
+    config = evaluation.config
+    unlimited = config.model_copy(
+        update={"capacity_factor": None, "capacity_drop": None}
+    )
+    of_original = dataclasses.replace(evaluation, model=original, config=unlimited)
     model, inputs = launch.ranks.from_first(
         lambda: (evaluation.model_inputs(), of_original.model_inputs())
     )
-    same = model == inputs and evaluation.loading == of_original.loading
+    same = (
+        model == inputs
+        and evaluation.loading == of_original.loading
+        and not config.capacity
+    )
     store = _store(of_original, stage, stage.inputs | inputs)
     # Through another template or tokenizer its prompts are not those of its own
     # evaluation.

@@ -204,6 +204,23 @@ def test_the_same_weights_with_another_connectivity_are_another_model(
     assert "model, its configuration" in capsys.readouterr().err
 
 
+def test_own_text_is_refused_where_no_original_is_loaded(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steered model would count as its own original, with a divergence of 0."""
+    write_tables(tmp_path / "tables", tables_of(model_of(place), 2, 2.0))
+    words = [
+        "evaluate",
+        place / "model",
+        tmp_path / "tables",
+        "--output",
+        tmp_path / "out",
+    ]
+    words += ["--suite", "paper11_own_text", "--task", "own_text"]
+    assert main([str(word) for word in words]) == 2
+    assert "own_text: is own text" in capsys.readouterr().err
+
+
 def test_tables_of_another_model_are_refused_before_weights_are_read(
     place: Path,
     tmp_path: Path,

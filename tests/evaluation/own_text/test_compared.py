@@ -156,6 +156,26 @@ def test_of_two_conversions_the_one_with_the_smaller_divergence_gains(
     assert row["delta"] > 0 and (row["gained"], row["lost"]) == (0, 5)
 
 
+def test_under_a_capacity_the_original_is_another_model_without_one(
+    place: Path, tmp_path: Path
+) -> None:
+    """The original's own texts, which the first evaluation keeps, are none of the
+    second's.
+    """
+    capacity = ("--capacity-factor", "0.5", "--batch-size", "1")
+    shared = ("--original", place / "original", "--cache", tmp_path / "cache")
+    for name in ("last", "original"):
+        assert evaluate(place, name, tmp_path / name, *shared, *capacity) == 0
+    result, samples = read_result(tmp_path / "original")
+    assert 0.2 < result["settings"]["dropped_share"] < 0.8
+    assert result["tasks"]["own_texts"]["value"] > 0.01
+    _, of_last = read_result(tmp_path / "last")
+    _, whole = read_result(place / "results/original")
+    assert samples["own_texts"] != whole["own_texts"]
+    for sample, own in zip(of_last["own_texts"], whole["own_texts"], strict=True):
+        assert sample["original_nats"] == own["nats"]
+
+
 def test_of_chosen_tasks_no_other_is_shown(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +326,17 @@ def test_what_is_missing_is_one_line(
     said = error(texts, options=("--original", tmp_path / "foreign"))
     assert "the original: its tokenizer is not the model's: 2 tokens" in said
     assert "name the model that this one was converted from" in said
+
+
+def test_an_original_that_no_task_needs_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a user who forgot the suite with own text would find out hours later."""
+    command = command_words(
+        "evaluate", place / "last", "--suite paper11 --original", place / "original"
+    )
+    assert main([*command, "--output", str(tmp_path / "out")]) == 2
+    assert "--original: no task of suite paper11 is own text" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_converted_is_its_own_original(
@@ -468,6 +499,8 @@ def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
             load(**{key: value})
     with user_error("limit: a row of own_text has num_prompts"):
         load(limit=2)
+    with user_error("seed: .*less than"):
+        load(seed=20261201123456)
     with user_error("floors: unknown key; allowed: chat_template"):  # no floor here
         load(floors=1)
     path = str(tmp_path / "s.yaml")
