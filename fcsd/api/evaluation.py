@@ -15,7 +15,7 @@ from torch import nn
 from fcsd.base.errors import UserError, kind_of
 from fcsd.base.strict import check_kind
 from fcsd.evaluation.backend import Batches
-from fcsd.evaluation.config import KINDS, EvaluationConfig, SuiteConfig
+from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, TaskStore, read_result, save_result
 from fcsd.evaluation.runner import (
@@ -172,7 +172,7 @@ def _original(
     """Return the original of an evaluation: a model that is not converted is its own if
     none is given; None if there is none, or no task needs one.
     """
-    if not any(KINDS[row.kind].distance for row in suite.tasks):
+    if not suite.has_own_text:
         return None
     if original is None:
         if not launch.ranks.from_first(lambda: own_original(name, model.config)):

@@ -52,15 +52,12 @@ def _evaluate(arguments: Namespace) -> None:
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
     check_model(arguments)
-    if arguments.original is not None:
-        from fcsd.evaluation.config import KINDS
-
-        if not any(KINDS[row.kind].distance for row in suite.tasks):
-            raise UserError(
-                f"--original: no task of suite {suite.name} is own text, which alone"
-                " compares a model with its original; leave it out, or choose a suite"
-                " with own text (paper11_own_text)"
-            )
+    if arguments.original is not None and not suite.has_own_text:
+        raise UserError(
+            f"--original: no task of suite {suite.name} is own text, which alone"
+            " compares a model with its original; leave it out, or choose a suite with"
+            " own text (paper11_own_text)"
+        )
     from fcsd.evaluation.results import read_numbers
     from fcsd.evaluation.runner import own_original, refuse_converted
     from fcsd.evaluation.stage import PlannedEvaluation, run_evaluation
@@ -86,7 +83,7 @@ def _evaluate(arguments: Namespace) -> None:
         original=original,
         device_map=arguments.device_map,
     )
-    if evaluation.writes_own_text and original is None:
+    if suite.has_own_text and original is None:
         known = checkpoint.any_checkpoint.config
         if launch.ranks.from_first(lambda: own_original(arguments.model, known)):
             evaluation = replace(evaluation, original=evaluation.model)

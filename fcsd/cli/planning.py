@@ -275,8 +275,8 @@ def _plan_layers(arguments: Namespace) -> None:
     from fcsd.planning.layers.settings import read_study
 
     has_machine = _has_machine(arguments)
-    reads_study = not has_machine and arguments.max_loss is not None
-    if reads_study:
+    counts_alone = not has_machine and arguments.max_loss is not None
+    if counts_alone:
         if arguments.verify or arguments.calibrated or arguments.model is not None:
             raise UserError(
                 "--max-loss reads the finished study, with copied and with calibrated"
@@ -300,7 +300,7 @@ def _plan_layers(arguments: Namespace) -> None:
         within_text,
     )
 
-    if reads_study:
+    if counts_alone:
         counts = layers_within(arguments.study, arguments.max_loss)
         print_result(arguments, counts, within_text)
         return

@@ -325,6 +325,11 @@ class SuiteConfig(Strict, strict=True):
                 )
         return value
 
+    @property
+    def has_own_text(self) -> bool:
+        """Whether a task compares the model with its original."""
+        return any(KINDS[row.kind].distance for row in self.tasks)
+
     @model_validator(mode="after")
     def _names_differ(self) -> "SuiteConfig":
         names = [row.task for row in self.tasks]

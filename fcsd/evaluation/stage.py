@@ -101,11 +101,6 @@ class PlannedEvaluation:
         return load_for_evaluation(model, launch, device_map=self.device_map)
 
     @property
-    def writes_own_text(self) -> bool:
-        """Whether a task compares the model with its original."""
-        return any(KINDS[row.kind].distance for row in self.suite.tasks)
-
-    @property
     def answered_by(self) -> dict[str, Any]:
         """The facts on which scores depend where a server answers (that there is one,
         not where), or pairs are dropped.
@@ -150,7 +145,7 @@ class PlannedEvaluation:
         fingerprints = self.model_inputs()
         if self.reference is not None:
             fingerprints |= self.reference.inputs()
-        if self.writes_own_text and self.original is not None:
+        if self.suite.has_own_text and self.original is not None:
             fingerprints |= self.original.fingerprints("original")
         return fingerprints | test_set_fingerprints(self.suite, self.config.data_folder)
 
@@ -173,7 +168,7 @@ def run_evaluation(
     launch = launch.for_evaluation()
     check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.model
-    if evaluation.writes_own_text:
+    if evaluation.suite.has_own_text:
         check_original(evaluation.suite.tasks, evaluation.original)
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
@@ -233,7 +228,7 @@ def _original(
     kept beside the finished tasks, as those of its own evaluation.
     """
     original = evaluation.original
-    if original is None or not evaluation.writes_own_text:
+    if original is None or not evaluation.suite.has_own_text:
         return None
     from fcsd.evaluation.own_text.measure import OF_ORIGINAL, Original
     from fcsd.training.teachers.load import refuse_other_tokenizer

@@ -267,7 +267,6 @@ def _evaluate(arguments: Namespace) -> None:
 
     tables = read_tables(arguments.tables)
     quiet_transformers()
-    from fcsd.evaluation.config import KINDS
     from fcsd.evaluation.results import read_result
     from fcsd.evaluation.suites import load_suite, named_tasks
     from fcsd.model.config import ModelConfig
@@ -282,10 +281,10 @@ def _evaluate(arguments: Namespace) -> None:
         suite = named_tasks(arguments.suite, arguments.task)
     else:
         suite = load_suite(arguments.suite)
-    if own := [row.task for row in suite.tasks if KINDS[row.kind].distance]:
+    if suite.has_own_text:
         raise UserError(
-            f"{own[0]}: is own text, which compares a model with its original, but"
-            " fcsd-steer evaluates one model alone; name other tasks with --task"
+            f"suite {suite.name}: has own text, which compares a model with its original,"
+            " but fcsd-steer evaluates one model alone; name other tasks with --task"
         )
     evaluation = SteeredEvaluation(
         arguments.model,

@@ -218,7 +218,7 @@ def test_own_text_is_refused_where_no_original_is_loaded(
     ]
     words += ["--suite", "paper11_own_text", "--task", "own_text"]
     assert main([str(word) for word in words]) == 2
-    assert "own_text: is own text" in capsys.readouterr().err
+    assert "suite paper11_own_text: has own text" in capsys.readouterr().err
 
 
 def test_tables_of_another_model_are_refused_before_weights_are_read(

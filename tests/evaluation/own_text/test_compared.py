@@ -173,7 +173,8 @@ def test_under_a_capacity_the_original_is_another_model_without_one(
     _, whole = read_result(place / "results/original")
     assert samples["own_texts"] != whole["own_texts"]
     for sample, own in zip(of_last["own_texts"], whole["own_texts"], strict=True):
-        assert sample["original_nats"] == own["nats"]
+        # Of the same text, but for the rounding of other batch sizes.
+        assert sample["original_nats"] == pytest.approx(own["nats"], rel=1e-5)
 
 
 def test_of_chosen_tasks_no_other_is_shown(
