@@ -268,8 +268,8 @@ def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() ->
         result({"z": [1, 0], "y": [1, 1], "x": [1, 1]}),
     )
     with user_error(
-        r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in"
-        r" Python: tasks="
+        r"different tasks \(y in one only\); .* or compare .* `fcsd compare --tasks"
+        r" x,z` \(in Python: tasks=\['x', 'z'\]\)"
     ):
         compare(a, b)
     with user_error(r"^task y: not in both results; both have x, z$"):
