@@ -33,6 +33,7 @@ from fcsd.evaluation.results import (
     save_result,
     task_result,
     whole_result,
+    with_hashes_of_line,
 )
 from fcsd.evaluation.scores import Result, Row, Sample
 from fcsd.evaluation.suites import chosen_suite, load_suite
@@ -188,7 +189,9 @@ def _code(
 ) -> Graded:
     problems = load_problems(row, sample_file.data_root)
     thinking = sample_file.thinking or bool(row.thinking)
-    programs = programs_of(lines, problems, thinking=thinking, chat=row.chat_template)
+    programs, first_lines = programs_of(
+        lines, problems, thinking=thinking, chat=row.chat_template
+    )
     asked = problems[: row.limit]
     graded = [problem for problem in asked if problem.task_id in programs]
     programs = {problem.task_id: programs[problem.task_id] for problem in graded}
@@ -213,8 +216,11 @@ def _code(
         pool.self_check(graded, timeout_s=limit)
         outcomes = pool.score_samples(graded, programs, timeout_s=limit)
         layers = pool.layers
-    prompts = [problem.prompt for problem in graded]
-    samples = code_samples(row, graded, prompts, programs, outcomes)
+    prompts = [problem.plain_text(row.prompt_template) for problem in graded]
+    samples = [
+        with_hashes_of_line(sample, first_lines[sample["doc_id"]], row.task)
+        for sample in code_samples(row, graded, prompts, programs, outcomes)
+    ]
     return Graded(samples, len(asked), len(problems), layers)
 
 

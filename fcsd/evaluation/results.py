@@ -591,6 +591,24 @@ def texts_of(
     return key, texts
 
 
+def with_hashes_of_line(sample: Sample, line_of: Line, task: str) -> Sample:
+    """Return the graded sample with the `prompt_hash` of its line, where that has one.
+
+    Raises:
+        UserError: the line's `doc_hash` belongs to another document.
+    """
+    where, line = line_of
+    # A line that records its document's hash shows whether the data set is the same.
+    if line.get("doc_hash", sample["doc_hash"]) != sample["doc_hash"]:
+        raise UserError(
+            f"{where}: doc_hash belongs to another document than {task}'s"
+            f" {sample['doc_id']}: the data set differs"
+        )
+    if "prompt_hash" not in line:
+        return sample
+    return sample | {"prompt_hash": line["prompt_hash"]}
+
+
 _KEPT_VERSION = 5
 
 

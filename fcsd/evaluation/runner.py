@@ -168,7 +168,7 @@ def own_original(name: str, config: Any) -> bool:
         return False
     print(
         f"{name}: is not converted, and no original is named: it counts as its own"
-        " original, from which own text has no distance",
+        " original, and own text measures no conversion",
         file=sys.stderr,
     )
     return True

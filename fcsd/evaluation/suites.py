@@ -106,6 +106,13 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
     changes = {key: value for key, value in settings.items() if value is not None}
     if not changes:
         return suite
+    if changes.get("thinking") and not any(
+        KINDS[row.kind].writes for row in suite.tasks
+    ):
+        raise UserError(
+            f"--thinking: no task of suite {suite.name} writes its answer; leave it out,"
+            " or choose a suite with tasks that do"
+        )
     rows = []
     for row in suite.tasks:
         # Only keys that were set, so that the rules of each kind see a row as in a

@@ -141,16 +141,65 @@ def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
     text = "```python\ndef add0(a, b):\n    return a + b\n```"
     sample = {"doc_id": "HumanEval/0", "completion": text}
     program = problem.prefix + text.split("\n", 1)[1][:-3]
-    assert programs_of([("line 1", sample)], [problem]) == {"HumanEval/0": [program]}
+    assert programs_of([("line 1", sample)], [problem])[0] == {"HumanEval/0": [program]}
     # as EvalPlus reads an answer to a question
     alone = program.removeprefix(problem.prefix).strip()
-    assert programs_of([("line 1", sample)], [problem], chat=True) == {
+    assert programs_of([("line 1", sample)], [problem], chat=True)[0] == {
         "HumanEval/0": [alone]
     }
     thought = sample | {"completion": f"<think>```python\nno\n```</think>\n{text}"}
-    assert programs_of([("line 1", thought)], [problem], thinking=True) == {
+    assert programs_of([("line 1", thought)], [problem], thinking=True)[0] == {
         "HumanEval/0": [program]
     }
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_programs_that_evaluate_wrote_are_compared_with_what_it_measured(
+    chat_template: bool, root: Path, tmp_path: Path
+) -> None:
+    model = tiny_model(
+        "qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=1
+    )
+    suite = chosen_suite(["mbpp_plus"], load_suite("paper11"))
+    changes = {"max_new_tokens": 4, "chat_template": chat_template}
+    suite.tasks[0] = suite.tasks[0].model_copy(update=changes)
+    row = suite.tasks[0].model_dump(mode="json", exclude_unset=True)
+    suite_file = tmp_path / "suite.yaml"
+    suite_file.write_text(yaml.safe_dump({"name": "s", "tasks": [row]}))
+    tokenizer = tiny_tokenizer()
+    result, samples = evaluate(
+        model, tokenizer, suite, data_root=root, batch_size=4, progress=False
+    )
+    file = lines(tmp_path / "s.jsonl", *samples["mbpp_plus"])
+    graded(file, "mbpp_plus", root, output=tmp_path / "out", suite=str(suite_file))
+    again, kept = read_result(tmp_path / "out")
+    comparison = compare(
+        {"result": result, "samples": samples}, {"result": again, "samples": kept}
+    )
+    assert comparison["tasks"]["mbpp_plus"]["delta"] == 0
+    # Lines of another program are taken to have been asked without a template.
+    others = [
+        {"task_id": sample["doc_id"], "solution": ""} for sample in samples["mbpp_plus"]
+    ]
+    graded(
+        lines(file, *others),
+        "mbpp_plus",
+        root,
+        output=tmp_path / "out",
+        suite=str(suite_file),
+    )
+    same = [
+        sample["prompt_hash"] == other["prompt_hash"]
+        for sample, other in zip(
+            samples["mbpp_plus"],
+            read_result(tmp_path / "out")[1]["mbpp_plus"],
+            strict=True,
+        )
+    ]
+    assert all(same) if not chat_template else not any(same)
+    changed = [samples["mbpp_plus"][0] | {"doc_hash": "0"}, *samples["mbpp_plus"][1:]]
+    with user_error(r"line 1: doc_hash belongs to another document than mbpp_plus's"):
+        graded(lines(file, *changed), "mbpp_plus", root, suite=str(suite_file))
 
 
 SAMPLE = '{"task_id": 1000, "solution": "x"}'

@@ -192,6 +192,12 @@ class Problem:
         }
         return re.sub(r"\{(?:prompt|tests?)\}", lambda match: parts[match[0]], template)
 
+    def plain_text(self, template: str) -> str:
+        """Write the prompt of a model without a chat template, which ends with a line
+        break.
+        """
+        return self.text(template).strip() + "\n"
+
 
 def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[Problem]:
     """Load the problems of a code task, in the order of the data set.

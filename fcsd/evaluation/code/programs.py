@@ -12,7 +12,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import program_in
-from fcsd.evaluation.results import Lines, texts_of
+from fcsd.evaluation.results import Line, Lines, texts_of
 from fcsd.evaluation.scores import Sample
 
 
@@ -22,15 +22,16 @@ def programs_of(
     *,
     thinking: bool = False,
     chat: bool = False,
-) -> dict[str, list[str]]:
-    """Collect task_id -> programs of the lines of a file; ids may be EvalPlus's
-    (`Mbpp/2`) or the Hub's (`2`).
+) -> tuple[dict[str, list[str]], dict[str, Line]]:
+    """Collect the lines of a file by problem: task_id -> its programs, and task_id ->
+    the line that names it first. Ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
     thinking: completions begin with thoughts, which are cut off (`fcsd.data.thoughts`).
     chat: completions that `fcsd evaluate` wrote are answers to questions.
     """
     by_id = {problem.task_id: problem for problem in problems}
     programs: dict[str, list[str]] = {}
+    first_lines: dict[str, Line] = {}
     for where, sample in lines:
         problem = by_id.get(_task_id(sample, by_id, where))
         if problem is None:
@@ -43,7 +44,8 @@ def programs_of(
         programs.setdefault(problem.task_id, []).extend(
             _programs(sample, problem, where, thinking, chat)
         )
-    return programs
+        first_lines.setdefault(problem.task_id, (where, sample))
+    return programs, first_lines
 
 
 def _task_id(sample: Sample, by_id: Mapping[str, Any], where: str) -> str:

@@ -171,7 +171,7 @@ def prompt_texts(
     """
     template = task.prompt_template
     if not task.chat_template:
-        return [problem.text(template).strip() + "\n" for problem in problems]
+        return [problem.plain_text(template) for problem in problems]
     first = []
     if task.system_prompt:
         first = [{"role": "system", "content": task.system_prompt}]

@@ -16,7 +16,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.tasks import Tasks, run_task
-from fcsd.evaluation.results import Line, Lines, texts_of
+from fcsd.evaluation.results import Line, Lines, texts_of, with_hashes_of_line
 from fcsd.evaluation.scores import Sample
 
 _Item = tuple[str, int]  # task, and number of the document
@@ -155,15 +155,7 @@ def _whole(
 
     The prompt is the line's, if it has one.
     """
-    (where, line), first = line_of, samples[0]
-    # A line that records its document's hash shows whether the data set is the same.
-    if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
-        raise UserError(
-            f"{where}: doc_hash belongs to another document than {row.task}'s"
-            f" {first['doc_id']}: the data set differs"
-        )
-    if "prompt_hash" in line:
-        first["prompt_hash"] = line["prompt_hash"]
+    first = with_hashes_of_line(samples[0], line_of, row.task)
     if len(texts) == 1:
         return first
     scores = [sample["score"] for sample in samples]

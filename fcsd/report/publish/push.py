@@ -415,6 +415,13 @@ def _results(
             file=sys.stderr,
         )
     original_result, original_samples = read_any_result(original, like=result)
+    # A card has all tasks of its model, so the way out that `compare` names is none here.
+    tasks = result["tasks"]
+    if other := sorted(original_result["tasks"].keys() ^ tasks.keys()):
+        raise UserError(
+            f"--results: {original} and {converted} have different tasks"
+            f" ({', '.join(other)} in one only); evaluate both models on the same suite"
+        )
     return result, compare(
         {"result": original_result, "samples": original_samples},
         {"result": result, "samples": samples},

@@ -260,6 +260,9 @@ def test_a_system_prompt_and_thinking_are_for_tasks_with_a_chat_template() -> No
         "code": True,
     }
     assert changed_suite(suite, thinking=None) == suite
+    choices = chosen_suite(["piqa"], suite)
+    with user_error(r"--thinking: no task of suite paper11-tasks writes its answer"):
+        changed_suite(choices, chat_template=True, thinking=True)
 
 
 @pytest.mark.parametrize("name", ["humaneval_plus", "mbpp_plus"])

@@ -752,6 +752,17 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
         capsys, checkpoint, "me/x", "--results", original, tmp_path, "--dry-run", tmp_path / "no",
     )  # fmt: skip
     assert "holds no result of `fcsd evaluate`" in line
+    of_fewer_tasks = tmp_path / "fewer"
+    shutil.copytree(original, of_fewer_tasks)
+    (of_fewer_tasks / "manifest.json").unlink()
+    written = json.loads((of_fewer_tasks / "results.json").read_text())
+    del written["tasks"]["choice"]
+    (of_fewer_tasks / "results.json").write_text(json.dumps(written))
+    line = error_of(
+        capsys, checkpoint, "me/x", "--results", of_fewer_tasks, mine, "--dry-run", tmp_path / "no",
+    )  # fmt: skip
+    assert f"{of_fewer_tasks} and {mine} have different tasks (choice in one" in line
+    assert "evaluate both models on the same suite" in line
     other = evaluated(tmp_path / "other", "fcsd", base_checkpoint)
     line = error_of(
         capsys,
