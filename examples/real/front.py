@@ -203,13 +203,16 @@ def points(tokens: int) -> list[Point]:
         for start in starts
     ]
     found += [
-        Point(network, rewired, "calibrated", tokens, seed)
+        Point(network, rewired, "calibrated", trained, seed)
         for seed in (1, 2)
-        for network, rewired in (
-            ("shared", "10"),
-            ("shared", "14"),
-            ("shared", "last-28"),
-            ("upcycled", "attention"),
+        for network, rewired, trained in (
+            ("shared", "last-28", 0),
+            ("upcycled", "attention", 0),
+            ("upcycled", "attention-8", 0),
+            ("shared", "10", tokens),
+            ("shared", "14", tokens),
+            ("shared", "last-28", tokens),
+            ("upcycled", "attention", tokens),
         )
     ]
     return found

@@ -300,8 +300,8 @@ COMMANDS = {
         _mtp_options,
         _mtp,
         "Nothing else in the checkpoint changes. An eighth of the text is left out, to"
-        " measure how many drafts are accepted, before and after. DeepSeek-V3 and GLM-4"
-        " MoE (docs/convert.md); one process.",
+        " measure how many drafts are accepted, before and after. For DeepSeek-V3 and"
+        " V3.2, GLM-4 to 5, Qwen3-Next and Qwen3.5 (docs/convert.md); one process.",
     ),
     "dequantize": Command(
         "Write a quantised checkpoint in bfloat16, so that it can be converted,"

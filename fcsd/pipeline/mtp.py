@@ -32,7 +32,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.training.calibration.checkpoint import split_rows
 from fcsd.training.config import MtpConfig
-from fcsd.training.mtp import Acceptance, MtpLayers, num_mtp_layers, train_mtp
+from fcsd.training.mtp import Acceptance, MtpLayers, stored_layers, train_mtp
 
 RESULT = "mtp.json"
 _RECORDS = {"manifest.json", "stage.json", RESULT}  # of how MODEL came to be
@@ -65,7 +65,8 @@ def align_mtp(
     folder = find_model(model)
     tokenizer = load_tokenizer(folder.folder, trust_remote_code=model.trust_remote_code)
     config: Any = folder.load_config().get_text_config()
-    num_mtp_layers(config, folder.folder)  # a mistake shows before the text is read
+    # A mistake shows before the text is read.
+    stored_layers(config, folder.folder, read_checkpoint(folder.folder).weight_files)
     with new_folder(out, replaces=False) as new:
         rows = build_dataset(
             [text],

@@ -12,29 +12,39 @@ The model, its embeddings and head are frozen, as are the routers and routed exp
 the MTP layers, most of their weights. What is left (two norms, the projection, attention,
 the shared expert, the last norm) decides how the new states are read.
 
-Not covered: families whose MTP layers transformers cannot run; several processes; deeper
-MTP layers on drafts of their own (they are trained and measured on the text's tokens).
+Not covered: families that are not in `MTP_KINDS`; several processes; deeper MTP layers, or
+one layer that drafts several tokens, on drafts of their own (they are trained and measured
+on the text's tokens).
 """
 
+import contextlib
 import copy
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_module
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpModel
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import safetensors_header
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, in_batches, trim_padding
+from fcsd.model.connectivity.checkpoint import read_header
+from fcsd.model.connectivity.extra_tensors import (
+    INDEXED,
+    MTP_KINDS,
+    MtpTensors,
+    mtp_tensors,
+)
+from fcsd.model.families import base_model_type
 from fcsd.model.families.structure import output_head
 from fcsd.parallel.launch import input_device
 from fcsd.training.losses.head import final_hidden, head_logits
@@ -44,7 +54,102 @@ _FROZEN = re.compile(r"\.(experts|gate|router)\.")
 """Parameters of an MTP layer's routed experts and router, by name."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The matrices of an expert in the files, by the tensor of all experts in transformers."""
+_OF_MODEL = re.compile(
+    r"(embed_tokens|shared_head\.head|lm_head)\.weight$|rotary_emb\.inv_freq$"
+)
+"""What an MTP layer in the files has of the model, or of what that computes."""
 _CHUNK_TOKENS = 256
+_LIKE_QWEN = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+}
+"""Parts of transformers' MTP layer, by their names in the files of Qwen3-Next and after,
+where they stand beside the one layer.
+"""
+
+
+class StoredLayers(NamedTuple):
+    """The MTP layers of a checkpoint, and the file of each of their tensors."""
+
+    tensors: MtpTensors
+    files: dict[str, str]
+
+    def name_of(self, key: str) -> str:
+        """Return the name in the files of a parameter of transformers' MTP layers."""
+        number, _, rest = key.partition(".")
+        in_block = rest.startswith("mtp_block.")
+        rest = rest.removeprefix("mtp_block.")
+        if self.tensors.begin is None:
+            if in_block:
+                return f"mtp.layers.{number}.{rest}"
+            part, _, end = rest.partition(".")
+            return f"mtp.{_LIKE_QWEN[part]}.{end}"
+        prefix = next(iter(self.files)).partition("layers.")[0]
+        rest = re.sub(r"^post_norm\.", "shared_head.norm.", rest)
+        return f"{prefix}layers.{self.tensors.begin + int(number)}.{rest}"
+
+
+class _Layers(MtpModel):
+    """transformers' MTP layers, also with attention to positions that an indexer chose."""
+
+    def __init__(self, model: PreTrainedModel, count: int) -> None:
+        with _described(model.config.get_text_config(), count):
+            super().__init__(model, count)
+        for layer in self.layers:
+            block: Any = layer.mtp_block
+            # Layers that reuse the positions of the one before return them, too.
+            block.register_forward_hook(_states_alone)
+
+    def create_masks_for_mtp_layer(
+        self,
+        layer_idx: int,
+        inputs_embeds: Tensor,
+        mtp_cache: Any,
+        position_ids: Tensor,
+    ) -> dict[str, Any]:
+        """Return the masks of a layer, as transformers' decoders make them."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None or kinds[layer_idx] != INDEXED:
+            masks: dict[str, Any] = super().create_masks_for_mtp_layer(
+                layer_idx, inputs_embeds, mtp_cache, position_ids
+            )
+            return masks
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=None,
+            past_key_values=mtp_cache,
+            position_ids=position_ids,
+            allow_is_causal_skip=False,
+        )
+        return {"attention_mask": mask}
+
+
+def _states_alone(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _described(config: Any, count: int) -> Iterator[None]:
+    """Give a text config, within the block, what transformers reads about its MTP layers,
+    where its class has no place for that.
+    """
+    values: dict[str, Any] = {"num_mtp_layers": count}
+    for name, value in MTP_KINDS.get(base_model_type(config.model_type), {}).items():
+        values[name] = value * count if isinstance(value, list) else value
+    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(config, name, before[name])
+            else:
+                delattr(config, name)
 
 
 @dataclass(frozen=True)
@@ -68,24 +173,16 @@ class MtpLayers:
 
     Raises:
         UserError: the model has none, transformers cannot run them, or they are stored
-            in another form than DeepSeek-V3's.
+            in another form than DeepSeek-V3's or Qwen3-Next's.
     """
 
     def __init__(
         self, model: PreTrainedModel, folder: Path, files: Sequence[str]
     ) -> None:
         self.model: Any = model
-        config: Any = model.config.get_text_config()
-        self.count = num_mtp_layers(config, folder)
-        self._begin = config.num_hidden_layers
-        names = _names_at(folder, files, range(self._begin, self._begin + self.count))
-        if not names:
-            raise UserError(
-                f"{folder}: its config promises {self.count} MTP layers, but no tensor"
-                f" is named layers.{self._begin}.…; fcsd knows MTP layers behind the"
-                " decoder layers alone"
-            )
-        self.mtp = MtpModel(model, self.count)
+        found = stored_layers(model.config.get_text_config(), folder, files)
+        self.count = found.tensors.layers
+        self.mtp = _Layers(model, self.count)
         # Embeddings and head are the model's own, and stay where they are.
         self.device = output_head(model).weight.device
         self.mtp.layers.to(self.device, model.dtype)
@@ -93,7 +190,7 @@ class MtpLayers:
         if self.mtp.rotary_emb is not None:
             rotary = copy.deepcopy(self.mtp.rotary_emb)
             self.mtp.rotary_emb = remove_hook_from_module(rotary).to(self.device)
-        stored = _fill(self.mtp.layers, folder, names, self._begin)
+        stored = _fill(self.mtp.layers, folder, found)
         self.stored = {
             stored[key]: parameter
             for key, parameter in self.mtp.layers.named_parameters()
@@ -208,17 +305,15 @@ class MtpLayers:
         return {name: p.detach().cpu() for name, p in self.stored.items()}
 
 
-def num_mtp_layers(config: Any, folder: Path) -> int:
-    """Return how many MTP layers a checkpoint has; UserError where transformers can run
-    none.
+def stored_layers(config: Any, folder: Path, files: Sequence[str]) -> StoredLayers:
+    """Find the MTP layers of a checkpoint. config: its text config.
+
+    Raises:
+        UserError: `mtp_tensors` knows none.
     """
-    count: int = getattr(config, "num_mtp_layers", None) or 0
-    if not count:
-        raise UserError(
-            f"{folder}: its config promises no MTP layers that transformers can run"
-            f" (model_type {config.model_type}); there is nothing to train"
-        )
-    return count
+    file_of = {name: file for file in files for name in read_header(folder / file)}
+    tensors = mtp_tensors(file_of, config, folder)
+    return StoredLayers(tensors, {name: file_of[name] for name in tensors.names})
 
 
 def zero_of(module: nn.Module) -> Tensor:
@@ -291,42 +386,31 @@ def _autocast(model: PreTrainedModel, device: torch.device) -> Any:
 # ---- names in the files
 
 
-def _names_at(folder: Path, files: Sequence[str], layers: range) -> dict[str, str]:
-    """Return the tensors of layers with these numbers, and the file of each."""
-    numbers = "|".join(map(str, layers))
-    wanted = re.compile(rf"(^|\.)layers\.({numbers})\.")
-    found: dict[str, str] = {}
-    for name in files:
-        header, _ = safetensors_header(folder / name)
-        found |= {key: name for key in header if wanted.search(key)}
-    return found
-
-
-def _fill(
-    layers: nn.Module, folder: Path, names: Mapping[str, str], begin: int
-) -> dict[str, str]:
+def _fill(layers: nn.Module, folder: Path, stored: StoredLayers) -> dict[str, str]:
     """Copy the files' tensors into transformers' MTP layers, and return the names of those
     that are a single tensor in the files.
 
     Raises:
-        UserError: a tensor is missing, quantised or of another shape.
+        UserError: a tensor is missing, one too many, quantised or of another shape.
     """
 
+    unused = {name for name in stored.files if not _OF_MODEL.search(name)}
+
     def tensor(name: str) -> Tensor:
-        if name not in names:
+        if name not in stored.files:
             raise UserError(
                 f"{folder}: its MTP layers lack '{name}', which transformers' layer has;"
-                " fcsd knows those of DeepSeek-V3 and GLM-4 MoE"
+                f" fcsd knows those of {', '.join(MTP_KINDS)}"
             )
-        with safe_open(folder / names[name], framework="pt") as file:
+        unused.discard(name)
+        with safe_open(folder / stored.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    prefix = next(iter(names)).partition("layers.")[0]
-    stored = {}
+    single = {}
     for key, value in layers.state_dict().items():
-        name = prefix + _stored_name(key, begin)
+        name = stored.name_of(key)
         experts, _, part = name.rpartition(".experts.")
-        if part in _EXPERTS:
+        if part in _EXPERTS and name not in stored.files:
             found = torch.stack([
                 torch.cat([
                     tensor(f"{experts}.experts.{number}.{each}.weight")
@@ -335,7 +419,7 @@ def _fill(
                 for number in range(len(value))
             ])  # fmt: skip
         else:
-            found, stored[key] = tensor(name), name
+            found, single[key] = tensor(name), name
         if (
             found.shape != value.shape
             or not found.is_floating_point()
@@ -347,14 +431,9 @@ def _fill(
                 " quantised weights in bfloat16)"
             )
         value.copy_(found)
-    return stored
-
-
-def _stored_name(key: str, begin: int) -> str:
-    """Return the name in the files of a parameter of transformers' MTP layers, without
-    what stands before `layers.`.
-    """
-    number, _, rest = key.partition(".")
-    rest = rest.removeprefix("mtp_block.")
-    rest = re.sub(r"^post_norm\.", "shared_head.norm.", rest)
-    return f"layers.{begin + int(number)}.{rest}"
+    if unused:
+        raise UserError(
+            f"{folder}: its MTP layers have '{min(unused)}', which transformers' layer"
+            " lacks, so that its drafts would be others than an engine's"
+        )
+    return single

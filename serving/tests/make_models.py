@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from cases import BREADTH, FEW, IN_SGLANG_CASES, ONLY_IN_SGLANG
 from safetensors.torch import load_file, save_file
-from transformers.modeling_layers import MtpModel
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.export import export_checkpoint
@@ -32,7 +31,7 @@ from fcsd.training.mtp import MtpLayers, train_mtp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.reference.tiny import tiny_model
-from tests.training.test_mtp import stored
+from tests.training.test_mtp import random_mtp
 
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
@@ -371,8 +370,7 @@ def make_mtp(folder: Path, place: Path) -> None:
         "model.embed_tokens.weight"
     ].clone()
     tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    for name, value in stored(MtpModel(model, 1).layers[0]).items():
-        tensors[begin + name] = value
+    tensors |= random_mtp(model, 1)
     save_file(tensors, original / "model.safetensors", {"format": "pt"})
     config = json.loads((original / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1

@@ -2,6 +2,7 @@
 them back. References: float64 by hand, and transformers' own drafting.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import modeling_layers
-from transformers.modeling_layers import MtpModel
 
 from fcsd.data.batches import NO_LOSS, in_batches
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.mtp import MtpLayers
 from tests.reference.tiny import tiny_model
-from tests.support import run_command, user_error, write_rows
+from tests.support import run_command, skip_unavailable, user_error, write_rows
 
-FAMILIES = ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.breadth)]
+LIKE_DEEPSEEK = (
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
+)
+LIKE_QWEN = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
+FAMILIES = [
+    pytest.param(
+        family,
+        marks=[] if family in ("deepseek_v3", "qwen3_next") else pytest.mark.breadth,
+    )
+    for family in LIKE_DEEPSEEK + LIKE_QWEN
+]
 WEIGHTS = "model.safetensors"
 
 
@@ -28,37 +42,122 @@ def checkpoint_with_mtp(
     folder: Path, family: str, number: int = 1, **config: Any
 ) -> Path:
     """Write a tiny model with random MTP layers behind its decoder layers."""
+    skip_unavailable(family)
     torch.manual_seed(1)
     model = tiny_model(family, **config)
-    model.config.num_mtp_layers = number
+    text: Any = model.config.get_text_config()
+    if family in LIKE_QWEN:
+        text.mtp_num_hidden_layers = number
+    else:
+        text.num_nextn_predict_layers = number
     model.save_pretrained(folder)
-    extra = {}
-    for k, layer in enumerate(MtpModel(model, number).layers):
-        begin = f"model.layers.{model.config.num_hidden_layers + k}."
-        extra |= {begin + name: value for name, value in stored(layer).items()}
-    save_file(load_file(folder / WEIGHTS) | extra, folder / WEIGHTS, {"format": "pt"})
+    tensors = load_file(folder / WEIGHTS) | random_mtp(model, number)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     return folder
 
 
-def stored(layer: Any) -> dict[str, torch.Tensor]:
-    """Return random values for an MTP layer under the names of DeepSeek-V3's files."""
+def random_mtp(model: Any, number: int) -> dict[str, torch.Tensor]:
+    """Return random values for MTP layers, each with a decoder layer like the model's
+    last one, under the names of DeepSeek-V3's files, or Qwen3-Next's.
+    """
+    config = model.config.get_text_config()
+    width, last = config.hidden_size, config.num_hidden_layers
     tensors = {}
-    for name, value in layer.state_dict().items():
-        value = torch.randn(value.shape) * 0.2 + (value.ndim == 1)
-        name = name.removeprefix("mtp_block.").replace(
-            "post_norm.", "shared_head.norm."
-        )
-        # The files have the matrices of each expert.
-        if name == "mlp.experts.gate_up_proj":
-            for expert, (gate, up) in enumerate(each.chunk(2) for each in value):
-                tensors[f"mlp.experts.{expert}.gate_proj.weight"] = gate.clone()
-                tensors[f"mlp.experts.{expert}.up_proj.weight"] = up.clone()
-        elif name == "mlp.experts.down_proj":
-            for expert, down in enumerate(value):
-                tensors[f"mlp.experts.{expert}.down_proj.weight"] = down.clone()
-        else:
-            tensors[name] = value
+    for k in range(number):
+        block = model.get_decoder().layers[-1].state_dict()
+        names = names_in_files(config.model_type, f"model.layers.{last + k}.")
+        shapes = {
+            names["enorm"]: (width,),
+            names["hnorm"]: (width,),
+            names["eh_proj"]: (width, 2 * width),
+            **{names["block"] + name: value.shape for name, value in block.items()},
+            names["norm"]: (width,),
+        }
+        for name, shape in shapes.items():
+            value = torch.randn(shape) * 0.2 + (len(shape) == 1)
+            # The files have the matrices of each expert.
+            begin, _, part = name.rpartition(".experts.")
+            if part == "gate_up_proj":
+                for expert, (gate, up) in enumerate(each.chunk(2) for each in value):
+                    tensors[f"{begin}.experts.{expert}.gate_proj.weight"] = gate.clone()
+                    tensors[f"{begin}.experts.{expert}.up_proj.weight"] = up.clone()
+            elif part == "down_proj":
+                for expert, down in enumerate(value):
+                    tensors[f"{begin}.experts.{expert}.down_proj.weight"] = down.clone()
+            else:
+                tensors[name] = value
     return tensors
+
+
+def names_in_files(family: str, begin: str) -> dict[str, str]:
+    """Return the names of an MTP layer's parts. begin: of a layer like DeepSeek-V3's."""
+    if family in LIKE_QWEN:
+        return {
+            "enorm": "mtp.pre_fc_norm_embedding.weight",
+            "hnorm": "mtp.pre_fc_norm_hidden.weight",
+            "eh_proj": "mtp.fc.weight",
+            "block": "mtp.layers.0.",
+            "norm": "mtp.norm.weight",
+        }
+    return {
+        "enorm": f"{begin}enorm.weight",
+        "hnorm": f"{begin}hnorm.weight",
+        "eh_proj": f"{begin}eh_proj.weight",
+        "block": begin,
+        "norm": f"{begin}shared_head.norm.weight",
+    }
+
+
+class ByHand:
+    """An MTP layer from its tensors in the files: norms, projection, the decoder layer of
+    the unpatched model, norm.
+    """
+
+    def __init__(self, model: Any, tensors: dict[str, torch.Tensor], k: int) -> None:
+        config = model.config.get_text_config()
+        family, last = config.model_type, config.num_hidden_layers
+        self.model = model.get_decoder()
+        names = names_in_files(family, f"model.layers.{last + k}.")
+        self.block = copy.deepcopy(self.model.layers[-1])
+        state = {}
+        for name, value in self.block.state_dict().items():
+            begin, _, part = (names["block"] + name).rpartition("experts.")
+            matrices = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+            if part in matrices and begin:
+                value = torch.stack([
+                    torch.cat([
+                        tensors[f"{begin}experts.{n}.{each}_proj.weight"] for each in matrices[part]
+                    ])
+                    for n in range(len(value))
+                ])  # fmt: skip
+            else:
+                value = tensors[names["block"] + name]
+            state[name] = value
+        self.block.load_state_dict(state)
+        self.norms = []
+        for part in ("enorm", "hnorm", "norm"):
+            norm = copy.deepcopy(self.model.norm)
+            norm.weight.data = tensors[names[part]]
+            self.norms.append(norm)
+        self.project = tensors[names["eh_proj"]]
+
+    def __call__(
+        self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        of_token, of_state, last = self.norms
+        both = torch.cat([of_token(embedded), of_state(states)], -1)
+        x = both @ self.project.T
+        length = x.shape[1]
+        later = torch.ones(length, length).triu(1).bool()
+        out = self.block(
+            x,
+            position_embeddings=self.model.rotary_emb(x, positions),
+            position_ids=positions,
+            attention_mask=torch.zeros(length, length).masked_fill(
+                later, torch.finfo(torch.float32).min
+            )[None, None],
+        )
+        return last(out[0] if isinstance(out, tuple) else out)  # type: ignore[no-any-return]
 
 
 def mtp_layers(folder: Path) -> MtpLayers:
@@ -83,11 +182,16 @@ def random_rows(vocab_size: int, number: int, length: int) -> list[dict[str, Any
 def test_loss_and_acceptance_are_those_by_hand(
     family: str, number: int, tmp_path: Path
 ) -> None:
+    if number > 1 and family in LIKE_QWEN:
+        pytest.skip("has one MTP layer")
     # Of few tokens, drafts are right by chance.
-    layers = mtp_layers(checkpoint_with_mtp(tmp_path, family, number, vocab_size=8))
+    folder = checkpoint_with_mtp(tmp_path, family, number, vocab_size=8)
+    layers = mtp_layers(folder)
+    tensors = load_file(folder / WEIGHTS)
+    regular = load_model(folder).eval()
     [batch] = in_batches(random_rows(8, 100, 12), 100)
     ids, positions = batch["input_ids"], batch["position_ids"]
-    model, mtp = layers.model, layers.mtp
+    model = layers.model
     losses, equal, overlap = [], [], []
     with torch.no_grad():
         out = model(input_ids=ids, position_ids=positions, output_hidden_states=True)
@@ -95,8 +199,9 @@ def test_loss_and_acceptance_are_those_by_hand(
         for k in range(number):
             # Position t of layer k has the state of t and the token t+1+k.
             seen = slice(k + 1, None)
-            states = mtp.forward_layer(
-                k, states[:, :-1], positions[:, seen], None, input_ids=ids[:, seen]
+            embedded = model.get_input_embeddings()(ids[:, seen])
+            states = ByHand(regular, tensors, k)(
+                embedded, states[:, :-1], positions[:, seen]
             )
             q = model.lm_head(states).double().log_softmax(-1)[:, :-1]
             p = out.logits.double().log_softmax(-1)[:, k + 1 : -1]
@@ -122,13 +227,40 @@ def test_loss_and_acceptance_are_those_by_hand(
     assert found.length == pytest.approx(1 + accepted / count)
 
 
+def test_experts_may_be_one_tensor_in_the_files(tmp_path: Path) -> None:
+    """As in Qwen3.5, whose decoder layers have them so."""
+    folder = checkpoint_with_mtp(tmp_path, "qwen3_next")
+    expected = mtp_layers(folder).mtp.layers.state_dict()
+    tensors = load_file(folder / WEIGHTS)
+    matrices: dict[str, list[torch.Tensor]] = {}
+    for name in [name for name in tensors if "mtp.layers.0.mlp.experts." in name]:
+        matrices[name.split(".")[-2]] = []
+    begin = "mtp.layers.0.mlp.experts"
+    for number in range(8):
+        for part, found in matrices.items():
+            if (name := f"{begin}.{number}.{part}.weight") in tensors:
+                found.append(tensors.pop(name))
+    gate, up, down = (
+        torch.stack(matrices[f"{part}_proj"]) for part in ("gate", "up", "down")
+    )
+    tensors |= {
+        f"{begin}.gate_up_proj": torch.cat([gate, up], 1),
+        f"{begin}.down_proj": down,
+    }
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    layers = mtp_layers(folder)
+    state = layers.mtp.layers.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert not any("experts" in name for name in layers.stored)
+
+
 def test_an_engine_accepts_as_many_drafts_as_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers drafts with the same layers: from the positions at which our greedy
     drafts agree follows how many passes it needs.
     """
-    layers = mtp_layers(checkpoint_with_mtp(tmp_path, "deepseek_v3"))
+    layers = mtp_layers(checkpoint_with_mtp(tmp_path, "deepseek_v3", vocab_size=16))
     model = layers.model
     prompt = torch.randint(
         0, model.config.vocab_size, (1, 5), generator=torch.Generator().manual_seed(3)
@@ -191,11 +323,10 @@ def test_the_command_trains_them_and_changes_nothing_else(
     )
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    begin = "model.layers.4."
-    assert {name.split(".experts.")[0] for name in changed} <= {
-        name for name in before if name.startswith(begin)
-    }
-    assert {begin + "eh_proj.weight", begin + "hnorm.weight"} <= changed
+    names = names_in_files(family, "model.layers.4.")
+    begins = tuple(names.values())
+    assert all(name.startswith(begins) for name in changed)
+    assert {names["eh_proj"], names["hnorm"], names["norm"]} <= changed
     assert not any(".experts." in name or ".gate." in name for name in changed)
     assert all(before[name].dtype == after[name].dtype for name in before)
     others = {file.name for file in (tmp_path / "converted").iterdir()}
@@ -221,12 +352,32 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
 ) -> None:
     plain = tmp_path / "plain"
     tiny_model("qwen3_moe").save_pretrained(plain)
-    with user_error("promises no MTP layers that transformers can run"):
+    with user_error("has no MTP layers; there is nothing to train"):
         MtpLayers(load_model(plain), plain, [WEIGHTS])
     promised = tmp_path / "promised"
     tiny_model("deepseek_v3", num_nextn_predict_layers=1).save_pretrained(promised)
     with user_error("promises 1 MTP layers, but no tensor"):
         MtpLayers(load_model(promised), promised, [WEIGHTS])
+
+    other = tmp_path / "other"
+    tiny_model("nemotron_h", num_nextn_predict_layers=1).save_pretrained(other)
+    with user_error(
+        "MTP layers of nemotron_h cannot be trained, only those of deepsee"
+    ):
+        MtpLayers(load_model(other), other, [WEIGHTS])
+    named = tmp_path / "named"
+    tiny_model("qwen3_next", mtp_num_hidden_layers=1).save_pretrained(named)
+    with user_error(r"no tensor is named layers\.\d+\.… or mtp\.layers\.0"):
+        MtpLayers(load_model(named), named, [WEIGHTS])
+    several = checkpoint_with_mtp(tmp_path / "several", "qwen3_next")
+    tensors = load_file(several / WEIGHTS)
+    tensors |= {
+        name.replace("mtp.layers.0", "mtp.layers.1"): value.clone()
+        for name, value in tensors.items()
+    }
+    save_file(tensors, several / WEIGHTS, {"format": "pt"})
+    with user_error("2 MTP layers share 'mtp.fc.weight'"):
+        mtp_layers(several)
 
     # Half of a layer is missing.
     half = checkpoint_with_mtp(tmp_path / "half", "deepseek_v3")
@@ -235,6 +386,19 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     save_file(tensors, half / WEIGHTS, {"format": "pt"})
     with user_error("its MTP layers lack .*o_proj"):
         mtp_layers(half)
+
+    # It has a part that the layer would leave out.
+    more = checkpoint_with_mtp(tmp_path / "more", "deepseek_v3")
+    tensors = load_file(more / WEIGHTS)
+    tensors["model.layers.4.embed_tokens.weight"] = torch.zeros(2, 2)  # the model's own
+    save_file(tensors, more / WEIGHTS, {"format": "pt"})
+    mtp_layers(more)
+    tensors["model.layers.4.self_attn.g_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, more / WEIGHTS, {"format": "pt"})
+    with user_error(
+        "have 'model.layers.4.self_attn.g_proj.weight', which transformers'"
+    ):
+        mtp_layers(more)
 
     # Too little text; drafts that do not become better.
     tokenizer = tiny_tokenizer(300)

@@ -201,16 +201,16 @@ def tell_drafts(known: "_Checked", rewired: Sequence[int]) -> None:
     """Say in one line what becomes of the drafts of a checkpoint's layers for
     multi-token prediction; nothing where it has none, or no layer is rewired.
     """
-    from fcsd.model.connectivity.extra_tensors import has_mtp
+    from fcsd.model.connectivity.extra_tensors import has_mtp, mtp_tensors
 
     extra, family = known.extra, known.family
     if not rewired or not has_mtp(extra, known.config):
         return
     config = text_config(known.config, family)
-    # What `fcsd mtp` needs: layers that transformers runs, behind the decoder layers.
-    behind = any(f"layers.{config.num_hidden_layers}." in name for name in extra)
     way_out = "until `fcsd mtp` trains them"
-    if not behind or not getattr(config, "num_mtp_layers", None):
+    try:
+        mtp_tensors(extra, config, "")
+    except UserError:
         way_out = f"and `fcsd mtp` cannot train those of {family.model_type}"
     print(
         "the layers for multi-token prediction (MTP) were trained on the original's"

@@ -33,7 +33,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_header,
     source_folder,
 )
-from fcsd.model.families import Family, family_of
+from fcsd.model.families import Family, base_model_type, family_of
 from fcsd.model.families.family import text_config
 from fcsd.model.quantised.methods import FIELD, said_quantisation
 
@@ -44,6 +44,29 @@ _PROMISE = re.compile(r"num_(nextn|mtp)_\w+|mtp_num_\w*layers|(use|enable)_mtp")
 _NAMED = re.compile(r"(^|\.)(mtp|nextn)\w*\.")
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.(?P<rest>.+)")
 _OF_MTP_ONLY = ("eh_proj.", "enorm.", "hnorm.")
+INDEXED = "indexed_attention"
+
+MTP_KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "deepseek_v32": {"mtp_layer_types": [INDEXED], "mtp_mlp_layer_types": ["sparse"]},
+    "glm4_moe": {},
+    "glm4_moe_lite": {"mtp_mlp_layer_types": ["sparse"]},
+    "glm_moe_dsa": {
+        "mtp_layer_types": [INDEXED],
+        "mtp_mlp_layer_types": ["sparse"],
+        "indexer_types": ["full"],
+    },
+    "qwen3_next": {
+        "mtp_layer_types": ["full_attention"],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_5_moe_text": {"mtp_layer_types": ["full_attention"]},
+}
+"""Family whose MTP layers `fcsd mtp` trains, as transformers runs them -> what their config
+says where that of the decoder layers does not fit: a list has an entry for each layer,
+here for one.
+"""
 _BUFFERS = re.compile(
     r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 )  # computed by the model, once kept in files
@@ -63,6 +86,59 @@ def has_mtp(extra: Collection[str], config: Any) -> bool:
     """
     named = any(_NAMED.search(name) for name in extra)
     return named or (bool(extra) and promised_layers(config.to_dict()) > 0)
+
+
+class MtpTensors(NamedTuple):
+    """The names of the tensors of a checkpoint's MTP layers.
+
+    layers: how many they are. begin: the number of the first; None: they have names
+    of their own (`mtp.`), as in Qwen3-Next.
+    """
+
+    names: list[str]
+    layers: int
+    begin: int | None
+
+
+def mtp_tensors(names: Collection[str], config: Any, where: object) -> MtpTensors:
+    """Find the MTP layers that `fcsd mtp` trains.
+
+    names: of all tensors in a checkpoint. config: its text config. where: begins errors.
+
+    Raises:
+        UserError: there are none, or none of which the form is known.
+    """
+    begin: int = config.num_hidden_layers
+    promised = promised_layers(config.to_dict())
+    own = [name for name in names if name.startswith("mtp.")]
+    family = base_model_type(config.model_type)
+    if not (promised or own):
+        raise UserError(f"{where}: has no MTP layers; there is nothing to train")
+    if family not in MTP_KINDS:
+        raise UserError(
+            f"{where}: MTP layers of {family} cannot be trained, only those of"
+            f" {', '.join(MTP_KINDS)}"
+        )
+    numbers = range(begin, begin + promised)
+    behind = [
+        name
+        for name in names
+        if (match := _LAYER.fullmatch(name)) and int(match["index"]) in numbers
+    ]
+    if behind:
+        return MtpTensors(behind, promised, begin)
+    count = len({name.split(".")[2] for name in own if name.startswith("mtp.layers.")})
+    if not count:
+        raise UserError(
+            f"{where}: its config promises {promised} MTP layers, but no tensor is named"
+            f" layers.{begin}.… or mtp.layers.0.…; fcsd knows no others"
+        )
+    if count > 1:
+        raise UserError(
+            f"{where}: {count} MTP layers share 'mtp.fc.weight'; fcsd trains one such"
+            " layer"
+        )
+    return MtpTensors(own, 1, None)
 
 
 def _promises(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
