@@ -24,6 +24,10 @@ FEW = (
 """Families of which one rank runs all layers; the rest needs FCSD_SERVING_BREADTH=1."""
 ONLY_IN_SGLANG = ("hunyuan_v1_moe",)
 """vLLM runs all layers of it in its Transformers backend."""
+MTP = ("deepseek_v3", "glm4_moe", "qwen3_next")
+"""Families whose MTP layers draft (vLLM 0.32.0 on a CPU crashes with those of Qwen3.5,
+converted or not).
+"""
 WRAPPERS = ("qwen3_5_moe", "gemma4", "llama4")
 """Those of them whose layers are those of another one, and run on one rank only."""
 LAYERS = ("all", "half", "gap")

@@ -37,19 +37,52 @@ def _core(
         return
     layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
     steps: Any = context.attn_metadata[layer.prefix]
-    starts = steps.non_spec_query_start_loc.tolist()
-    slots = steps.non_spec_state_indices_tensor.tolist()
+    channels, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
+    kept = layer.conv1d.weight.shape[-1] - 1
+    rows = torch.arange(len(mixed_qkv))
+    of_drafts = rows
+    if steps.spec_sequence_masks is not None and steps.num_prefills + steps.num_decodes:
+        of_drafts, rows = steps.spec_token_indx, steps.non_spec_token_indx
     is_new = [False] * steps.num_decodes
     if steps.num_prefills:
-        is_new = [not kept for kept in steps.has_initial_state.tolist()]
-    channels, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
+        is_new = [not known for known in steps.has_initial_state.tolist()]
     for k in range(steps.num_decodes + steps.num_prefills):
-        own = slice(starts[k], starts[k + 1])
+        begin, end = steps.non_spec_query_start_loc[k : k + 2]
+        own, slot = rows[begin:end], steps.non_spec_state_indices_tensor[k]
         if is_new[k]:
-            channels[slots[k]], states[slots[k]] = 0, 0
-        mixed = convolve(mixed_qkv[own].T, channels[slots[k]], layer.conv1d.weight)
+            channels[slot], states[slot] = 0, 0
+        mixed = convolve(
+            mixed_qkv[own].T, channels[slot, :, :kept], layer.conv1d.weight
+        )
         mixed = torch.nn.functional.silu(mixed)
-        core_attn_out[own] = _attend(layer, mixed.T, b[own], a[own], states[slots[k]])
+        core_attn_out[own] = _attend(layer, mixed.T, b[own], a[own], states[slot])
+    for k in range(steps.num_spec_decodes):
+        begin, end = steps.spec_query_start_loc[k : k + 2]
+        own, slots = of_drafts[begin:end], steps.spec_state_indices_tensor[k]
+        accepted = int(steps.num_accepted_tokens[k])
+        mixed = _convolve_drafts(
+            mixed_qkv[own].T, channels[slots[0]], layer.conv1d.weight, accepted
+        )
+        # The state behind each token, to go on from the last one that is accepted.
+        state = states[slots[accepted - 1]].clone()
+        for t, row in enumerate(own):
+            core_attn_out[row] = _attend(
+                layer, mixed.T[t : t + 1], b[row][None], a[row][None], state
+            )
+            states[slots[t]] = state
+
+
+def _convolve_drafts(
+    x: torch.Tensor, buffer: torch.Tensor, weight: torch.Tensor, accepted: int
+) -> torch.Tensor:
+    """Convolve a request's last token and drafts. buffer: has the tokens of the step before,
+    of which `accepted` count, behind those that these were convolved with.
+    """
+    before = buffer[:, accepted - 1 :]
+    whole = torch.cat([before[:, : weight.shape[-1] - 1], x], -1)
+    buffer.copy_(torch.cat([before[:, 1 : 1 + buffer.shape[-1] - x.shape[-1]], x], -1))
+    out = torch.nn.functional.conv1d(whole[None], weight, groups=len(x))[0]
+    return torch.nn.functional.silu(out)
 
 
 def convolve(x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> Any:

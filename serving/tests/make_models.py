@@ -20,18 +20,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import BREADTH, FEW, IN_SGLANG_CASES, ONLY_IN_SGLANG
+from cases import BREADTH, FEW, IN_SGLANG_CASES, MTP, ONLY_IN_SGLANG
 from safetensors.torch import load_file, save_file
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.export import export_checkpoint
+from fcsd.model.families import base_model_type
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.mtp import MtpLayers, train_mtp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.reference.tiny import tiny_model
-from tests.training.test_mtp import random_mtp
+from tests.training.test_mtp import LIKE_QWEN, random_mtp
 
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
@@ -360,20 +361,23 @@ def make_mtp(folder: Path, place: Path) -> None:
     original = folder / f"{place.name}-original"
     make_original(original, place.name.partition("-")[0])
     model = load_model(original)
-    begin = f"model.layers.{model.config.num_hidden_layers}."
     torch.manual_seed(1)
     tensors = load_file(original / "model.safetensors")
     # The model writes eight tokens alone, of which drafts hit some by chance.
     tensors["lm_head.weight"][8:] = 0
-    # The engine's layer has what it shares with the model, too.
-    tensors[f"{begin}embed_tokens.weight"] = tensors[
-        "model.embed_tokens.weight"
-    ].clone()
-    tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     tensors |= random_mtp(model, 1)
+    promise = "mtp_num_hidden_layers"
+    if model.config.model_type not in LIKE_QWEN:
+        promise = "num_nextn_predict_layers"
+        # The engine's layer has what it shares with the model, too.
+        begin = f"model.layers.{model.config.num_hidden_layers}."
+        tensors[f"{begin}embed_tokens.weight"] = tensors[
+            "model.embed_tokens.weight"
+        ].clone()
+        tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, original / "model.safetensors", {"format": "pt"})
     config = json.loads((original / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1
+    config[promise] = 1
     (original / "config.json").write_text(json.dumps(config))
     convert_checkpoint(original, place)
     np.savez(place / "reference.npz", **drafts_of(place))
@@ -417,7 +421,8 @@ def drafts_of(folder: Path) -> dict[str, Any]:
         ids = torch.tensor(np.concatenate([arrays[f"prompt{k}"], arrays[f"ids{k}"]]))
         batch = {"input_ids": ids[None], "position_ids": torch.arange(len(ids))[None]}
         embedded = model.get_input_embeddings()(ids[None, 1:])
-        embedded[:, 0] = 0  # vLLM hides the first token from the layer
+        if base_model_type(model.config.model_type) not in LIKE_QWEN:
+            embedded[:, 0] = 0  # vLLM hides the first token from these layers
         states = layers.mtp.forward_layer(
             0,
             layers.hidden(batch)[:, :-1],
@@ -448,8 +453,6 @@ def _multiply(integers: Any, scale: Any, bias: Any, x: Any) -> Any:
     return y if bias is None else y + bias
 
 
-MTP = ("deepseek_v3", "glm4_moe")
-"""Families whose MTP layers transformers and vLLM run."""
 BASE = "qwen2_moe-all"
 """The checkpoint of which some variants are made."""
 VARIANTS = {

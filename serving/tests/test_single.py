@@ -10,7 +10,7 @@ import engine
 import numpy as np
 import orders
 import pytest
-from cases import BREADTH, FEW, FULL, LAYERS, MANY
+from cases import BREADTH, FEW, FULL, LAYERS, MANY, MTP
 
 from fcsd_vllm.families import FAMILIES
 
@@ -278,7 +278,7 @@ def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that
 @pytest.mark.parametrize(
     ("layer", "number"), [("mtp", 1), ("mtp_trained", 1), ("mtp_trained", 3)]
 )
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", MTP)
 def test_a_converted_model_drafts_with_its_mtp_layer(
     family: str, layer: str, number: int, models: Path, start: Any
 ) -> None:
@@ -298,7 +298,7 @@ def test_a_converted_model_drafts_with_its_mtp_layer(
         assert found[1] > known[1]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", MTP)
 def test_training_an_mtp_layer_makes_its_drafts_better(
     family: str, models: Path
 ) -> None:
@@ -319,6 +319,9 @@ def known_drafts(folder: Path) -> tuple[int, int]:
     [
         ("glm4_moe", "Glm4MoeMTPModel"),
         ("deepseek_v3", "DeepSeekMTPModel"),
+        ("qwen3_next", "Qwen3NextMTP"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeMTP"),
+        ("qwen3_5_moe", "Qwen3_5MoeMTP"),
         # vLLM knows no MTP layers of it: it drafts as a whole model.
         ("mixtral", "FarSkipMixtralForCausalLM"),
     ],
