@@ -292,7 +292,7 @@ def _packed(
             f" max_length is {max_length}; set max_length to {length}"
         )
     if isinstance(data, datasets.Dataset):
-        _check_packed(data, name, vocab_size)
+        _check_packed(data, name, max_length, vocab_size)
     if hasattr(data, "__len__"):
         return data
     # A stream has no length, so its rows are written to disk before training.
@@ -302,19 +302,34 @@ def _packed(
     )
 
 
-def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> None:
-    """Raise UserError for a row with a token that is not in the model's vocabulary, or
-    a label of another position.
+def _check_packed(
+    data: datasets.Dataset, name: str, max_length: int, vocab_size: int | None
+) -> None:
+    """Raise UserError for a row of another length, with a token that is not in the
+    model's vocabulary, or with a label of another position.
     """
     from fcsd.data.messages import BadExample
     from fcsd.data.tokens import token_ids
 
     start = 0
-    columns = data.with_format("numpy").select_columns(["input_ids", "labels"])
+    names = ["input_ids", "labels", "position_ids"]
+    columns = data.with_format("numpy").select_columns(
+        [column for column in names if column in data.column_names]
+    )
     # In blocks, so that a large data set need not fit into memory.
     for block in columns.iter(batch_size=_ROWS_AT_A_TIME):
-        rows = zip(block["input_ids"], block["labels"], strict=True)
-        for number, (ids, labels) in enumerate(rows, start + 1):
+        rows = zip(*block.values(), strict=True)
+        for number, (ids, labels, *more) in enumerate(rows, start + 1):
+            lengths = [len(values) for values in (ids, labels, *more)]
+            if {*lengths} != {max_length}:
+                found = ", ".join(
+                    f"{length} {column}"
+                    for column, length in zip(block, lengths, strict=True)
+                )
+                raise UserError(
+                    f"data set {name}, row {number}: has {found}; packed rows have"
+                    f" {max_length} of each, as the first"
+                )
             try:
                 token_ids(ids, vocab_size)
             except BadExample as error:

@@ -16,7 +16,7 @@ text without spaces between words.
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -202,7 +202,9 @@ class Decontaminator:
             match = self.index.find(text)
             if match is not None:
                 joined = "\n".join(texts)
-                digest = hashlib.sha256(joined.encode()).hexdigest()
+                digest = hashlib.sha256(
+                    joined.encode("utf-8", "surrogatepass")
+                ).hexdigest()
                 return Overlap(_name(source), digest, joined[:80], *match)
         return None
 
@@ -243,15 +245,3 @@ class Decontaminator:
 
 def _name(source: Source) -> str:
     return ":".join(part for part in (source.path, source.name, source.split) if part)
-
-
-def all_texts(value: Any) -> Iterator[str]:
-    """Yield every text in a row of a data set, also inside its lists and mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from all_texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from all_texts(inner)

@@ -19,6 +19,7 @@ from fcsd.data.batches import NO_LOSS
 from fcsd.data.messages import (
     LOSS_KEYS,
     BadExample,
+    all_texts,
     decoded_json,
     messages_of,
     short,
@@ -115,7 +116,7 @@ def read_example(
 
 
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
-    """Return the texts of an example, one for each message or column.
+    """Return the texts of an example: those in each message, or of each column.
 
     Raises: BadExample if a column has a value of the wrong form; UserError for token
     ids, which have no text.
@@ -127,7 +128,14 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
     if isinstance(read, Completion):
         return [read.prompt, read.completion]
     if isinstance(read, Conversation):
-        return [message["content"] for message in read.messages]
+        # A template may write all of a message: thoughts and calls, too.
+        return [
+            text
+            for message in read.messages
+            for key, value in message.items()
+            if key != "role"
+            for text in all_texts(value)
+        ]
     raise UserError(
         "token ids cannot be compared with test items; give messages or text, or their"
         " text in a column `text` beside them, or set decontaminate: null"
@@ -316,7 +324,7 @@ def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] 
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools else None
-        except ValueError:
+        except (ValueError, RecursionError):
             tools = value
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)

@@ -12,7 +12,7 @@ other than text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fcsd.base.errors import UserError
@@ -197,10 +197,22 @@ def decoded_json(text: str, column: str, subject: str) -> Any:
     """Decode JSON text; subject: what the text is, for an error."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadExample(
             f"column {column!r}: {subject}: JSON text is needed, got {short(text)}"
         ) from None
+
+
+def all_texts(value: Any) -> Iterator[str]:
+    """Yield every text in a row of a data set, also inside its lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from all_texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from all_texts(inner)
 
 
 def short(value: Any) -> str:

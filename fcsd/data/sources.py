@@ -249,7 +249,7 @@ def broken_line(path: Path) -> str:
         return f", line {number}: not valid JSON ({error.msg}); {_JSONL}"
     except UnicodeDecodeError as error:
         return f", line {number}: not UTF-8 ({error.reason}); {_JSONL}, in UTF-8"
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # too deep, a number too long
         return f", line {number}: not valid JSON ({one_line(error)}); {_JSONL}"
     # `datasets` reads past blank lines only where all columns are text.
     return f", line {blank}: is blank; remove it; {_JSONL}" if blank else ""

@@ -10,6 +10,8 @@ with the user's own token.
 """
 
 import contextlib
+import glob
+import hashlib
 import os
 import shutil
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_fetched, data_dir, read_json
+from fcsd.base.files import check_fetched, data_dir, file_fingerprint, read_json
 from fcsd.base.strict import refuse
 from fcsd.base.writing import inside, make_folder, write_json, writing
 from fcsd.data.local import data_files, data_fingerprint, is_path, making_of
@@ -28,6 +30,11 @@ MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of th
 # Loading scripts are dead since datasets 4, and one that lies in the folder makes the
 # folder unreadable.
 _IGNORED = ["*.py", ".gitattributes", "*.zip"]
+
+_FORMATS = {"arrow", "csv", "json", "parquet", "text", "xml"}
+"""Names with which lm-eval's definitions give `datasets` the format of files, and these in
+`dataset_kwargs.data_files`.
+"""
 
 DEFINITION = ", its definition"
 """Ends the name of a fingerprint of the files that define a task's prompts."""
@@ -68,7 +75,7 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
             f"task {row.task}: {name}: no such file or folder"
             f"{'' if data_root is None else places}{making}"
         )
-    if data_root is None:
+    if data_root is None or _has_files(row):
         return name
     # The root is often taken for the folder around it, and the tiny data are made in
     # that one: making them again would end here again.
@@ -82,6 +89,11 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
         f" set {row.dataset} in the layout of its hub repository"
         + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
     )
+
+
+def _has_files(row: TaskBase) -> bool:
+    """Whether a task's definition names files instead of a data set."""
+    return isinstance(row, LMEvalTaskConfig) and row.dataset in _FORMATS
 
 
 def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
@@ -161,7 +173,7 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     """
     rows: dict[str, TaskConfig] = {}
     for row in suite.tasks:
-        if Path(os.path.expanduser(row.dataset)).is_absolute():
+        if Path(os.path.expanduser(row.dataset)).is_absolute() or _has_files(row):
             continue
         inside(root, row.dataset)
         if is_path(row.dataset):
@@ -298,4 +310,23 @@ def test_set_fingerprints(
             folder := definition_folder(row, suite)
         ):
             fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))
+            if _has_files(row):
+                fingerprints[f"task {row.task}"] += _files_fingerprint(folder)
     return fingerprints
+
+
+def _files_fingerprint(folder: Path) -> str:
+    """Hash the local files that the definitions in a folder name; not covered: addresses."""
+    from fcsd.data.messages import all_texts
+    from fcsd.evaluation.lm_eval.definitions import read_definitions
+
+    digest = hashlib.sha256()
+    for _, entry in sorted(read_definitions([folder], defaults=False).items()):
+        settings = (entry.cfg or {}).get("dataset_kwargs") or {}
+        base = os.path.expanduser(settings.get("data_dir") or "")
+        for pattern in all_texts(settings.get("data_files")):
+            place = os.path.join(base, os.path.expanduser(pattern))
+            for file in sorted(glob.glob(place, recursive=True)):
+                if os.path.isfile(file):
+                    digest.update(file_fingerprint(Path(file)).encode())
+    return digest.hexdigest()

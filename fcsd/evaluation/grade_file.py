@@ -33,7 +33,7 @@ from fcsd.evaluation.results import (
     save_result,
     task_result,
     whole_result,
-    with_hashes_of_line,
+    with_hashes_of_lines,
 )
 from fcsd.evaluation.scores import Result, Row, Sample
 from fcsd.evaluation.suites import chosen_suite, load_suite
@@ -189,7 +189,7 @@ def _code(
 ) -> Graded:
     problems = load_problems(row, sample_file.data_root)
     thinking = sample_file.thinking or bool(row.thinking)
-    programs, first_lines = programs_of(
+    programs, lines_of = programs_of(
         lines, problems, thinking=thinking, chat=row.chat_template
     )
     asked = problems[: row.limit]
@@ -218,7 +218,7 @@ def _code(
         layers = pool.layers
     prompts = [problem.plain_text(row.prompt_template) for problem in graded]
     samples = [
-        with_hashes_of_line(sample, first_lines[sample["doc_id"]], row.task)
+        with_hashes_of_lines(sample, lines_of[sample["doc_id"]], row.task)
         for sample in code_samples(row, graded, prompts, programs, outcomes)
     ]
     return Graded(samples, len(asked), len(problems), layers)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fcsd.data.decontaminate import Item, all_texts
+from fcsd.data.decontaminate import Item
+from fcsd.data.messages import all_texts
 from fcsd.evaluation.config import SuiteConfig, items_limit
 from fcsd.evaluation.runner import STEPS
 

@@ -591,22 +591,33 @@ def texts_of(
     return key, texts
 
 
-def with_hashes_of_line(sample: Sample, line_of: Line, task: str) -> Sample:
-    """Return the graded sample with the `prompt_hash` of its line, where that has one.
+def with_hashes_of_lines(sample: Sample, lines: Lines, task: str) -> Sample:
+    """Return the graded sample with the `prompt_hash` of its lines, where they have one.
 
     Raises:
-        UserError: the line's `doc_hash` belongs to another document.
+        UserError: the `doc_hash` of one belongs to another document; they have several
+            prompts.
     """
-    where, line = line_of
-    # A line that records its document's hash shows whether the data set is the same.
-    if line.get("doc_hash", sample["doc_hash"]) != sample["doc_hash"]:
-        raise UserError(
-            f"{where}: doc_hash belongs to another document than {task}'s"
-            f" {sample['doc_id']}: the data set differs"
-        )
-    if "prompt_hash" not in line:
-        return sample
-    return sample | {"prompt_hash": line["prompt_hash"]}
+    prompts = set()
+    for where, line in lines:
+        for key in ("doc_hash", "prompt_hash"):
+            if not isinstance(line.get(key, ""), str):
+                raise UserError(f"{where}: {key}: text is needed, got {line[key]!r}")
+        # A line that records its document's hash shows whether the data set is the same.
+        if line.get("doc_hash", sample["doc_hash"]) != sample["doc_hash"]:
+            raise UserError(
+                f"{where}: doc_hash belongs to another document than {task}'s"
+                f" {sample['doc_id']}: the data set differs"
+            )
+        if "prompt_hash" in line:
+            prompts.add(line["prompt_hash"])
+        if len(prompts) > 1:
+            raise UserError(
+                f"{where}: prompt_hash is not that of the lines before for {task}'s"
+                f" {sample['doc_id']}; grade answers to one prompt at a time"
+            )
+    prompt = next(iter(prompts), None)
+    return sample if prompt is None else sample | {"prompt_hash": prompt}
 
 
 _KEPT_VERSION = 5

@@ -16,6 +16,8 @@ from fcsd.data import write_rows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
+from fcsd.data.messages import BadExample, decoded_json
+from fcsd.data.sources import broken_line
 from fcsd.data.write_rows import BadRows
 from tests.data.test_data import (
     MARKED_TEMPLATE,
@@ -258,3 +260,14 @@ def test_a_recipe_names_the_row_whose_token_the_model_does_not_know(
         " vocabulary, which has 300"
     )
     assert said in error
+
+
+def test_a_number_that_is_too_long_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text('{"a": 1}\n{"a": ' + "9" * 5000 + "}\n")
+    assert broken_line(file).startswith(", line 2: not valid JSON (Exceeds the limit")
+
+
+def test_json_text_that_is_too_deep_is_a_bad_example() -> None:
+    with pytest.raises(BadExample, match="JSON text is needed"):
+        decoded_json("[" * 100_000, "m", "arguments")

@@ -15,7 +15,8 @@ from fcsd.base.files import read_json
 from fcsd.cli.main import main
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
-from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, words
+from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, words
+from fcsd.data.messages import all_texts
 from fcsd.evaluation.items import suite_items
 from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -322,3 +323,24 @@ def test_mbpp_items_overlap_by_their_short_questions(
         searched.find(f"Here is a task. {item.texts[1]} Use Python.") for item in items
     ]
     assert sum(overlap is not None for overlap in overlaps) >= 370 and len(items) == 378
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"q": QUESTION}}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": QUESTION},
+        {"content": QUESTION + " \ud83d"},
+        {"content": "", "reasoning_content": QUESTION},
+        {"content": "", "tool_calls": [CALL]},
+    ],
+)
+def test_all_that_a_template_may_write_of_a_message_is_compared(
+    message: dict[str, Any],
+) -> None:
+    source = SourceConfig(path="x.jsonl", columns={"messages": "m"})
+    turns = [{"role": "user", "content": "go"}, {"role": "assistant", **message}]
+    found = Decontaminator(index(QUESTION)).find(source, {"m": turns})
+    assert found is not None and found.item == "0"

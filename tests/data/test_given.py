@@ -151,6 +151,13 @@ def test_rows_that_are_packed_come_back_as_they_are() -> None:
         "its rows are packed already, with 16 tokens, and max_length is 32; set"
     ):
         given_rows(stored, TOKENIZER, name="x", max_length=32)
+    for column in ("input_ids", "labels", "position_ids"):
+        shorter = [dict(row) for row in stored]
+        shorter[1][column] = shorter[1][column][:-1]
+        with user_error(f"row 2: has .*15 {column}.*; packed rows have 16 of each"):
+            given_rows(
+                datasets.Dataset.from_list(shorter), TOKENIZER, name="x", max_length=16
+            )
 
 
 TEXTS_ROWS = [{"text": text} for text in TEXTS]

@@ -460,6 +460,8 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(
         ({"doc_id": 0, "completion": 5}, "line 1: completion: text is needed, got int"),
         ({"doc_id": 0, "completion": "x"}, r"task gsm8k: 2 of 3 documents have no answer \(the first is gsm8k/1\)"),
         ({"doc_id": 0, "completion": "x", "task": "other"}, "task gsm8k: the file holds no answer to it"),
+        ({"doc_id": 0, "completion": "x", "task": ["x"]}, r"line 1: task: text is needed, got \['x'\]"),
+        ({"doc_id": "9" * 5000, "completion": "x"}, "line 1: doc_id: a number .* is needed"),
     ],
 )  # fmt: skip
 def test_a_bad_file_of_answers_is_one_line(
@@ -467,6 +469,31 @@ def test_a_bad_file_of_answers_is_one_line(
 ) -> None:
     with user_error(message):
         graded(lines(tmp_path / "s.jsonl", row), "gsm8k", root)
+
+
+def test_every_line_of_an_item_must_belong_to_it_and_to_one_prompt(
+    root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "s.jsonl"
+    first = {"doc_id": 0, "completion": "x", "prompt_hash": "a"}
+    for key, value, message in (
+        (
+            "doc_hash",
+            "0",
+            "line 2: doc_hash belongs to another document than gsm8k's 0",
+        ),
+        ("prompt_hash", "b", "line 2: prompt_hash is not that of the lines before"),
+        ("prompt_hash", 5, "line 2: prompt_hash: text is needed, got 5"),
+    ):
+        lines(file, first, first | {key: value})
+        with user_error(message):
+            graded(file, "gsm8k", root, partial=True)
+    program = {"task_id": 1000, "solution": RIGHT[0], "prompt_hash": "a"}
+    lines(file, program, program | {"prompt_hash": "b"})
+    with user_error(
+        "line 2: prompt_hash is not that of the lines before for mbpp_plus"
+    ):
+        graded(file, "mbpp_plus", root, partial=True)
 
 
 def test_answers_to_other_data_or_to_tasks_without_text_are_refused(

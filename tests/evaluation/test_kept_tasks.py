@@ -375,6 +375,37 @@ def test_a_definition_beside_the_suite_is_part_of_what_a_task_is(
         before = now
 
 
+def test_the_files_that_a_definition_names_are_part_of_what_a_task_is(
+    tmp_path: Path,
+) -> None:
+    """lm-eval's way to use local data: a format in place of a data set, and its files."""
+    row = {
+        "task": "mine",
+        "kind": "likelihood",
+        "metric": "acc,none",
+        "dataset": "json",
+    }
+    suite = SuiteConfig.model_validate({"name": "s", "tasks": [row]})
+    suite = suite.model_copy(update={"folder": str(tmp_path)})
+    data = tmp_path / "items.jsonl"
+    data.write_text('{"q": "a"}\n')
+    (tmp_path / "mine").mkdir()
+    definition = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "*.jsonl")}},
+        "output_type": "multiple_choice",
+    }
+    (tmp_path / "mine" / "mine.yaml").write_text(yaml.safe_dump(definition))
+    # A data root is for data sets: these files are where the definition says.
+    before = fingerprints_of(suite, tmp_path / "mine")
+    assert before == fingerprints_of(suite, None)
+    data.write_text('{"q": "b"}\n')
+    now = fingerprints_of(suite, None)
+    assert now["task mine"] != before["task mine"]
+    assert now["task mine, its definition"] == before["task mine, its definition"]
+
+
 def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> None:
     now, out = [0.0], io.StringIO()
     tasks = {

@@ -22,16 +22,16 @@ def programs_of(
     *,
     thinking: bool = False,
     chat: bool = False,
-) -> tuple[dict[str, list[str]], dict[str, Line]]:
+) -> tuple[dict[str, list[str]], dict[str, list[Line]]]:
     """Collect the lines of a file by problem: task_id -> its programs, and task_id ->
-    the line that names it first. Ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
+    its lines. Ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
     thinking: completions begin with thoughts, which are cut off (`fcsd.data.thoughts`).
     chat: completions that `fcsd evaluate` wrote are answers to questions.
     """
     by_id = {problem.task_id: problem for problem in problems}
     programs: dict[str, list[str]] = {}
-    first_lines: dict[str, Line] = {}
+    lines_of: dict[str, list[Line]] = {}
     for where, sample in lines:
         problem = by_id.get(_task_id(sample, by_id, where))
         if problem is None:
@@ -44,8 +44,8 @@ def programs_of(
         programs.setdefault(problem.task_id, []).extend(
             _programs(sample, problem, where, thinking, chat)
         )
-        first_lines.setdefault(problem.task_id, (where, sample))
-    return programs, first_lines
+        lines_of.setdefault(problem.task_id, []).append((where, sample))
+    return programs, lines_of
 
 
 def _task_id(sample: Sample, by_id: Mapping[str, Any], where: str) -> str:

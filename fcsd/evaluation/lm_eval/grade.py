@@ -16,7 +16,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.tasks import Tasks, run_task
-from fcsd.evaluation.results import Line, Lines, texts_of, with_hashes_of_line
+from fcsd.evaluation.results import Line, Lines, texts_of, with_hashes_of_lines
 from fcsd.evaluation.scores import Sample
 
 _Item = tuple[str, int]  # task, and number of the document
@@ -85,7 +85,7 @@ def grade_answers(
     an answer are left out. thinking: answers begin with thoughts, which are cut off
     (`fcsd.data.thoughts`).
     """
-    answers, first_lines = _by_document(row, tasks, lines)
+    answers, lines_of = _by_document(row, tasks, lines)
     documents = {}
     for name, task in tasks.items():
         numbers = range(len(task.eval_docs))[: row.limit]
@@ -140,7 +140,7 @@ def grade_answers(
     ]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
-        _whole(row, samples, first_lines[item], answers[item])
+        _whole(row, samples, lines_of[item], answers[item])
         for item, *samples in zip(items, *graded, strict=True)
     ]
 
@@ -148,14 +148,14 @@ def grade_answers(
 def _whole(
     row: LMEvalTaskConfig,
     samples: Sequence[Sample],
-    line_of: Line,
+    lines: Lines,
     texts: Sequence[str],
 ) -> Sample:
-    """Join the graded answers of the document to which the line belongs.
+    """Join the graded answers of the document to which the lines belong.
 
-    The prompt is the line's, if it has one.
+    The prompt is theirs, if they have one.
     """
-    first = with_hashes_of_line(samples[0], line_of, row.task)
+    first = with_hashes_of_lines(samples[0], lines, row.task)
     if len(texts) == 1:
         return first
     scores = [sample["score"] for sample in samples]
@@ -173,13 +173,15 @@ def _whole(
 
 def _by_document(
     row: LMEvalTaskConfig, tasks: Tasks, lines: Lines
-) -> tuple[dict[_Item, list[str]], dict[_Item, Line]]:
-    """Sort the lines by document: its answers, and the line that names it first."""
+) -> tuple[dict[_Item, list[str]], dict[_Item, list[Line]]]:
+    """Sort the lines by document: its answers, and its lines."""
     answers: dict[_Item, list[str]] = {}
-    first_lines: dict[_Item, Line] = {}
+    lines_of: dict[_Item, list[Line]] = {}
     hashes: dict[str, _Item] | None = None
     for where, line in lines:
         task = line.get("task", row.task)
+        if not isinstance(task, str):
+            raise UserError(f"{where}: task: text is needed, got {task!r}")
         if task != row.task and task not in tasks:
             continue
         name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
@@ -201,13 +203,14 @@ def _by_document(
         missing = "no 'completion' (an answer) and no 'completions' (several)"
         _, texts = texts_of(line, where, ("completions", "completion"), missing)
         answers.setdefault(item, []).extend(texts)
-        first_lines.setdefault(item, (where, line))
-    return answers, first_lines
+        lines_of.setdefault(item, []).append((where, line))
+    return answers, lines_of
 
 
 def _item(doc_id: Any, task: str, where: str = "") -> _Item:
     member, slash, number = str(doc_id).rpartition("/")
-    if isinstance(doc_id, bool) or not number.isascii() or not number.isdigit():
+    digits = number.isascii() and number.isdigit() and len(number) < 20
+    if isinstance(doc_id, bool) or not digits:
         raise UserError(
             f"{where}: doc_id: a number (or member/number in a group) is needed, got"
             f" {doc_id!r}"
