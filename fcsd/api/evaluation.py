@@ -112,10 +112,7 @@ def evaluate_model(
     _check_kinds(suite, launch)
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     if tasks is not None:
-        wanted = 'a list of names, such as ["arc_easy"],'
-        check_kind("tasks", tasks, list, wanted)
-        if not tasks or not all(isinstance(task, str) for task in tasks):
-            raise UserError(f"tasks: {tasks!r:.80}; {wanted} is needed")
+        _check_tasks(tasks)
         suite = chosen_suite(tasks, suite)
     if isinstance(model, str | Path):
         from fcsd.api.models import load
@@ -225,6 +222,8 @@ def compare(
         UserError: the results are of different items or settings; a folder holds no
             result.
     """
+    if tasks is not None:
+        _check_tasks(tasks)
     # Folders also record the training, which the text of a comparison mentions; a
     # result in memory does not.
     if isinstance(original, str | Path) and isinstance(converted, str | Path):
@@ -237,6 +236,13 @@ def compare(
     comparisons = compare_all(evaluated, tasks)
     (comparison,) = comparisons.values()
     return Comparison(comparison, comparison_text(comparisons, evaluated))
+
+
+def _check_tasks(tasks: Any) -> None:
+    wanted = 'a list of names, such as ["arc_easy"],'
+    check_kind("tasks", tasks, list, wanted)
+    if not tasks or not all(isinstance(task, str) for task in tasks):
+        raise UserError(f"tasks: {tasks!r:.80}; {wanted} is needed")
 
 
 def _evaluated(evaluation: Evaluation | str | Path) -> dict[str, Any]:

@@ -250,6 +250,8 @@ def convert_checkpoint(
         "the path of a checkpoint (fcsd.convert takes a model in memory)",
     )
     check_kind("out", out, str | Path, "the path of a new folder")
+    if format not in (None, "amd"):
+        raise UserError(f"format: {format!r:.80}; allowed: None, 'amd'")
     connectivity = chosen_connectivity(layers, attention, mlp)
     if format is None:
         convert_folder(

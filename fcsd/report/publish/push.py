@@ -41,6 +41,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.export import code_files, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.modeling import MODELING_FILE
+from fcsd.model.connectivity.spec import is_converted
 from fcsd.report.publish.card import RESULTS, place, write_card
 from fcsd.report.publish.hub import upload
 from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
@@ -290,7 +291,8 @@ def _assemble(
                 "publication"
             ) or {}
             if recipe_id := publication.get("repo_id"):
-                text = text.replace(f'"{recipe_id}"', f'"{repo_id}"')
+                name = rf"(?<![\w./-]){re.escape(recipe_id)}(?![\w/-]|\.\w)"
+                text = re.sub(name, repo_id, text)
         write_text(new / CARD, text)
     for file in sorted(new.rglob("*")):
         # Every file is searched, whoever wrote it: what has been published cannot be
@@ -408,11 +410,26 @@ def _results(
                 f"{converted}: was measured on other weights than those in {source};"
                 " evaluate them again"
             )
+        # Other connectivities of an original may have the same weights.
+        config = manifest["inputs"].get("model/config.json")
+        own = read_json(source / "config.json").get("farskip")
+        if isinstance(config, dict) and config.get("farskip") != own:
+            raise UserError(
+                f"{converted}: was measured with another connectivity than that of"
+                f" {source}; evaluate it again (--results ORIGINAL MODEL, in this order)"
+            )
     else:
         print(
             f"fcsd push: note: {converted}: does not identify its weights (lm_eval's"
             f" results never do); make sure that it was measured on {source}",
             file=sys.stderr,
+        )
+    of_original = read_manifest(original) or {"inputs": {}}
+    config = of_original["inputs"].get("model/config.json")
+    if isinstance(config, dict) and is_converted(config):
+        raise UserError(
+            f"{original}: was measured on a converted model; --results takes the"
+            " original's first"
         )
     original_result, original_samples = read_any_result(original, like=result)
     # A card has all tasks of its model, so the way out that `compare` names is none here.
@@ -501,7 +518,9 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
             )
     # A card copied from another repository may still load the model of that one.
     loaded = set(re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', text))
-    if other_models := sorted(loaded - {repo_id, card.get("base_model")}):
+    bases = card.get("base_model") or []
+    bases = bases if isinstance(bases, list) else [bases]
+    if other_models := sorted(loaded - {repo_id, *map(str, bases)}):
         notes.append(f"{CARD} loads {', '.join(other_models)}, not {repo_id}")
     for name in sent:
         if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith(

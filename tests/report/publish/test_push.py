@@ -562,6 +562,7 @@ def test_a_card_keeps_the_languages_and_names_of_the_originals_as_they_are_writt
         ("# Mine\n\n## Results\n\nNot evaluated.\n\n## Licence\n\nMIT 2.0\n", False),
         ("# Mine\n\n```\n# Results\n1\n```\n\n## Loading\n\ntransformers 5\n", False),
         ("# Mine\n", False),
+        ("---\nbase_model:\n- me/base\n- me/other\n---\n# Mine\n", False),
     ],
 )  # fmt: skip
 def test_results_in_the_text_of_a_card_are_seen(
@@ -702,8 +703,17 @@ class _nothing:
     def __exit__(self, *error: object) -> None: ...
 
 
-def evaluated(folder: Path, name: str, weights: Path, limit: int | None = None) -> Path:
-    stage = Stage(folder, "evaluate", {}, {"model": weights_fingerprint(weights)})
+def evaluated(
+    folder: Path,
+    name: str,
+    weights: Path,
+    limit: int | None = None,
+    config: dict[str, Any] | None = None,
+) -> Path:
+    inputs: dict[str, Any] = {"model": weights_fingerprint(weights)}
+    if config is not None:
+        inputs["model/config.json"] = config
+    stage = Stage(folder, "evaluate", {}, inputs)
     stage.start()
     write_result(*result(name, limit), folder)
     stage.finish({})
@@ -763,6 +773,17 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
     )  # fmt: skip
     assert f"{of_fewer_tasks} and {mine} have different tasks (choice in one" in line
     assert "evaluate both models on the same suite" in line
+    elsewhere = evaluated(
+        tmp_path / "elsewhere", "fcsd", checkpoint, config={"farskip": {"layers": [0]}}
+    )
+    for pair, said in (
+        ((original, elsewhere), "was measured with another connectivity than that of"),
+        ((elsewhere, mine), "was measured on a converted model"),
+    ):
+        line = error_of(
+            capsys, checkpoint, "me/x", "--results", *pair, "--dry-run", tmp_path / "no",
+        )  # fmt: skip
+        assert f"{elsewhere}: {said}" in line
     other = evaluated(tmp_path / "other", "fcsd", base_checkpoint)
     line = error_of(
         capsys,
