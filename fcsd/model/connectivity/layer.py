@@ -123,8 +123,8 @@ class _SharedOutput:
 
 @functools.cache
 def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
-    """Return the MoE block that returns (the family's own output, output of its shared
-    expert).
+    """Return the MoE block that returns the family's own outputs and behind them that of
+    its shared expert.
 
     The shared expert's output is caught on its way into the sum. `in_place`: the family
     adds the routed output into it. `gate`: its sigmoid multiplies it. Eager code
@@ -166,12 +166,13 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
         out = base_forward(View(self, overrides), hidden_states, *args, **kwargs)
         if stand_in and in_place:
             # The family took the stand-in for a tensor: the sum lies in it.
-            return (shared_output.sum, *out[1:]), shared_output.output
+            out = shared_output.sum, *out[1:]
         if stand_in:
-            return out, shared_output.output
-        if twice:
-            return out, torch.sigmoid(gate_output) * shared_output
-        return out, shared_output
+            shared_output = shared_output.output
+        elif twice:
+            shared_output = torch.sigmoid(gate_output) * shared_output
+        # Behind the family's own outputs, which transformers records by their index.
+        return (*out, shared_output) if isinstance(out, tuple) else (out, shared_output)
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
     namespace = {
@@ -413,7 +414,8 @@ class LayerPass:
             args = (self.arguments.get(family.moe_argument),)
         out = getattr(self.layer, family.moe)(x, *args, **kwargs)
         if self.plan.block_shared:
-            out, self.shared_output = out
+            *own, self.shared_output = out
+            out = own[0] if len(own) == 1 else tuple(own)
         return out[0] if family.moe_argument else out
 
     def layer_shared(self, x: torch.Tensor) -> torch.Tensor:

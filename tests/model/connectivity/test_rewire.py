@@ -27,7 +27,14 @@ from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 from tests.reference.tiny import TINY, gradients_of, logits, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
-from tests.support import KINDS, TEXT_FAMILIES, WRAPPERS, cache_of, few
+from tests.support import (
+    KINDS,
+    TEXT_FAMILIES,
+    WRAPPERS,
+    cache_of,
+    few,
+    skip_unavailable,
+)
 
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
@@ -246,6 +253,23 @@ def test_recorded_hidden_states_are_the_full_streams(family):
         zip(recorded[:-1], streams[:-1], strict=True)
     ):
         assert error(actual, expected) < BOUND, k
+
+
+def test_router_logits_that_a_block_returns_stay_where_they_are_recorded():
+    """Of this family's block transformers records the second output."""
+    family = "ernie4_5_vl_moe"
+    skip_unavailable(family)
+    model, inputs = tiny_model(family), inputs_of(family)
+    options = {"output_router_logits": True, "use_cache": False}
+    with torch.no_grad():
+        before = model(**inputs, **options)
+        convert_model(model, Connectivity("all"))
+        after = model(**inputs, **options)
+    assert after.aux_loss.isfinite() and before.aux_loss.isfinite()
+    shapes = [
+        [logits.shape for logits in each.router_logits] for each in (before, after)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("family", few(TEXT_FAMILIES))
