@@ -26,7 +26,6 @@ from fcsd.base.files import check_fetched, data_dir, file_fingerprint, read_json
 from fcsd.base.strict import refuse
 from fcsd.base.writing import inside, make_folder, write_json, writing
 from fcsd.data.local import data_files, data_fingerprint, is_path, making_of
-from fcsd.data.messages import all_texts
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of the rows
@@ -327,6 +326,8 @@ _AnyTag.add_multi_constructor("!", lambda *_: None)
 
 def _files_fingerprint(folder: Path) -> str:
     """Hash the local files that the definitions in a folder name; not covered: addresses."""
+    from fcsd.data.messages import all_texts
+
     digest = hashlib.sha256()
     for definition in sorted(folder.rglob("*yaml")):
         try:
